@@ -40,7 +40,9 @@ def setting(
 class ModelConfig:
     """Which model, and in which precision it is trained."""
 
-    model_name_or_path: str = setting("", "folder of a Hugging Face checkpoint, or a hub id in the local cache")
+    model_name_or_path: str = setting(
+        "", "folder of a Hugging Face checkpoint, or a hub id in the local cache"
+    )
     adapter: str | None = setting(None, "PEFT adapter folder to go on training (with method: lora)")
     dtype: str = setting(
         "auto",
@@ -48,7 +50,9 @@ class ModelConfig:
         choices=("auto", "bf16", "fp32"),
     )
     attn_implementation: str | None = setting(
-        None, "attention kernel as transformers names it", choices=("eager", "sdpa", "flash_attention_2")
+        None,
+        "attention kernel as transformers names it",
+        choices=("eager", "sdpa", "flash_attention_2"),
     )
     trust_remote_code: bool = setting(False, "run the model's own Python code from its folder")
 
@@ -65,17 +69,25 @@ class LoraSettings:
     )
     use_rslora: bool = setting(False, "scale by lora_alpha / sqrt(r)")
     bias: str = setting("none", "which biases are trained", choices=("none", "all", "lora_only"))
-    modules_to_save: list[str] | None = setting(None, "modules trained whole and saved with the adapter")
+    modules_to_save: list[str] | None = setting(
+        None, "modules trained whole and saved with the adapter"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which rows, and how they become tokens and labels."""
 
-    train_file: str = setting("", "jsonl with text, prompt/completion, messages or input_ids/labels")
+    train_file: str = setting(
+        "", "jsonl with text, prompt/completion, messages or input_ids/labels"
+    )
     eval_file: str | None = setting(None, "held-out jsonl for evaluation")
-    max_length: int = setting(1024, "longest sequence; longer rows are truncated", unit="tokens", low=2)
-    packing: bool = setting(False, "put several rows into one sequence, each attending only to itself")
+    max_length: int = setting(
+        1024, "longest sequence; longer rows are truncated", unit="tokens", low=2
+    )
+    packing: bool = setting(
+        False, "put several rows into one sequence, each attending only to itself"
+    )
     dataset_text_field: str = setting("text", "name of the text column")
     completion_only_loss: bool | None = setting(
         None, "learn only completions; by default yes for prompt/completion rows"
@@ -107,15 +119,21 @@ class TrainingConfig:
     adam_beta1: float = setting(0.9, "decay of the first moment", low=0, high=0.999999)
     adam_beta2: float = setting(0.999, "decay of the second moment", low=0, high=0.9999999)
     adam_epsilon: float = setting(1e-8, "added to the denominator", low=0)
-    max_grad_norm: float = setting(1.0, "limit of the global gradient norm; 0 turns clipping off", low=0)
+    max_grad_norm: float = setting(
+        1.0, "limit of the global gradient norm; 0 turns clipping off", low=0
+    )
     logging_steps: int = setting(1, "report every so many steps", unit="steps", low=1)
-    eval_steps: int | None = setting(None, "evaluate every so many steps; by default at each epoch's end", low=1)
+    eval_steps: int | None = setting(
+        None, "evaluate every so many steps; by default at each epoch's end", low=1
+    )
     save_steps: int = setting(500, "checkpoint every so many steps; 0 never", unit="steps", low=0)
     save_total_limit: int = setting(1, "checkpoints kept", low=1)
     resume_from_checkpoint: str | None = setting(None, "checkpoint folder, or last")
     seed: int = setting(42, "random state of the run", low=0)
     data_seed: int | None = setting(None, "random state of the row order; seed by default", low=0)
-    verify: bool = setting(True, "compare the loss of one batch with transformers' own before the first step")
+    verify: bool = setting(
+        True, "compare the loss of one batch with transformers' own before the first step"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +141,9 @@ class MemoryConfig:
     """The device and the budgets of memory."""
 
     device: str = setting("auto", "auto, cpu, cuda or cuda:1")
-    gpu_memory: int | None = setting(None, "budget of device memory; the free memory by default", size=True, low=1)
+    gpu_memory: int | None = setting(
+        None, "budget of device memory; the free memory by default", size=True, low=1
+    )
     host_memory: int | None = setting(
         None, "budget of host memory for the whole process; what cgroups and the system leave by default",
         size=True, low=1,
@@ -143,7 +163,8 @@ class IoConfig:
     """The drives and how they are used."""
 
     swap_dirs: list[str] = setting(
-        help="directories that hold the states, striped; by default swap/ in output_dir", default_factory=list
+        help="directories that hold the states, striped; by default swap/ in output_dir",
+        default_factory=list,
     )
     backend: str = setting(
         "auto", "how bytes move", choices=("auto", "io_uring", "libaio", "threads", "python")
@@ -151,8 +172,12 @@ class IoConfig:
     queue_depth: int = setting(16, "requests in flight", low=1, high=1024)
     request_bytes: int = setting(1 << 20, "size of one request", size=True, low=4096, high=1 << 30)
     direct: bool = setting(True, "bypass the page cache (O_DIRECT)")
-    chunk_bytes: int = setting(16 << 20, "piece of a state that the optimizer works on", size=True, low=4096)
-    adam_threads: int | None = setting(None, "threads of the optimizer; all cores by default", low=1)
+    chunk_bytes: int = setting(
+        16 << 20, "piece of a state that the optimizer works on", size=True, low=4096
+    )
+    adam_threads: int | None = setting(
+        None, "threads of the optimizer; all cores by default", low=1
+    )
     prefetch_depth: int = setting(1, "blocks read ahead of the one that computes", low=0)
 
 
