@@ -1,0 +1,79 @@
+"""Choosing an I/O backend: the best that works, or the one that was asked for.
+
+Each backend is probed by making it: its constructor sets up the kernel objects and moves one empty request.
+Why one is missing is a sentence for people, shown by `doctor` and in the one line that a fallback logs.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from ssdtune.errors import BackendUnavailableError
+from ssdtune.io.backend import Backend
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("io_uring", "libaio", "threads", "python")
+"""All backends, the preferred first."""
+
+
+class BackendProbe(NamedTuple):
+    """Whether a backend works here; `reason` says why not and what helps."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+def open_backend(name: str = "auto", *, queue_depth: int, request_bytes: int) -> Backend:
+    """Open an I/O backend.
+
+    Args:
+        name: One of `BACKENDS`, or "auto" for the first of them that works (one logged line says which were
+            passed over, and why).
+        queue_depth: Requests in flight.
+        request_bytes: Size of one request; a multiple of 4096.
+
+    Raises:
+        BackendUnavailableError: The named backend does not work on this machine.
+        ValueError: Unknown name, or sizes that make no sense.
+    """
+    if name != "auto":
+        return _make(name, queue_depth, request_bytes)
+    passed_over = []
+    for candidate in BACKENDS:
+        try:
+            backend = _make(candidate, queue_depth, request_bytes)
+        except BackendUnavailableError as error:
+            passed_over.append(str(error))
+            continue
+        if passed_over:
+            logger.warning("I/O backend %s is used. %s", candidate, " ".join(passed_over))
+        return backend
+    raise AssertionError("the python backend always works")
+
+
+def probe_backends(*, queue_depth: int = 16, request_bytes: int = 1 << 20) -> list[BackendProbe]:
+    """Try every backend with these settings and say what works."""
+    probes = []
+    for name in BACKENDS:
+        try:
+            _make(name, queue_depth, request_bytes).close()
+        except BackendUnavailableError as error:
+            probes.append(BackendProbe(name, False, str(error)))
+        else:
+            probes.append(BackendProbe(name, True, ""))
+    return probes
+
+
+def _make(name: str, queue_depth: int, request_bytes: int) -> Backend:
+    if name == "python":
+        from ssdtune.io.threads import PythonBackend
+
+        return PythonBackend(queue_depth=queue_depth, request_bytes=request_bytes)
+    if name not in BACKENDS:
+        raise ValueError(f'unknown I/O backend "{name}"; there are auto, {", ".join(BACKENDS)}')
+    from ssdtune.io.native import NativeBackend
+
+    return NativeBackend(name, queue_depth=queue_depth, request_bytes=request_bytes)
