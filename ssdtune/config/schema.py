@@ -18,6 +18,7 @@ def setting(
     unit: str = "",
     choices: tuple[str, ...] = (),
     size: bool = False,
+    path: bool = False,
     low: float | None = None,
     high: float | None = None,
     default_factory: Any = MISSING,
@@ -26,9 +27,18 @@ def setting(
 
     Args:
         size: The value is bytes and may be written as `3GiB`.
+        path: The value names files or folders; a leading `~` is the home folder.
         low: Smallest allowed value; `high` is the largest.
     """
-    meta = {"help": help, "unit": unit, "choices": choices, "size": size, "low": low, "high": high}
+    meta = {
+        "help": help,
+        "unit": unit,
+        "choices": choices,
+        "size": size,
+        "path": path,
+        "low": low,
+        "high": high,
+    }
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=meta)
     if default is MISSING:
@@ -41,9 +51,11 @@ class ModelConfig:
     """Which model, and in which precision it is trained."""
 
     model_name_or_path: str = setting(
-        "", "folder of a Hugging Face checkpoint, or a hub id in the local cache"
+        "", "folder of a Hugging Face checkpoint, or a hub id in the local cache", path=True
     )
-    adapter: str | None = setting(None, "PEFT adapter folder to go on training (with method: lora)")
+    adapter: str | None = setting(
+        None, "PEFT adapter folder to go on training (with method: lora)", path=True
+    )
     dtype: str = setting(
         "auto",
         "precision of compute; master weights are exact fp32 in all of them",
@@ -79,9 +91,9 @@ class DataConfig:
     """Which rows, and how they become tokens and labels."""
 
     train_file: str = setting(
-        "", "jsonl with text, prompt/completion, messages or input_ids/labels"
+        "", "jsonl with text, prompt/completion, messages or input_ids/labels", path=True
     )
-    eval_file: str | None = setting(None, "held-out jsonl for evaluation")
+    eval_file: str | None = setting(None, "held-out jsonl for evaluation", path=True)
     max_length: int = setting(
         1024, "longest sequence; longer rows are truncated", unit="tokens", low=2
     )
@@ -101,7 +113,7 @@ class DataConfig:
 class TrainingConfig:
     """The run: batch, optimizer, schedule, what is saved and when."""
 
-    output_dir: str = setting("", "where the run and the tuned weights go")
+    output_dir: str = setting("", "where the run and the tuned weights go", path=True)
     per_device_train_batch_size: int = setting(1, "sequences in one micro-batch", low=1)
     per_device_eval_batch_size: int | None = setting(None, "the same for evaluation", low=1)
     gradient_accumulation_steps: int = setting(1, "micro-batches per optimizer step", low=1)
@@ -128,7 +140,7 @@ class TrainingConfig:
     )
     save_steps: int = setting(500, "checkpoint every so many steps; 0 never", unit="steps", low=0)
     save_total_limit: int = setting(1, "checkpoints kept", low=1)
-    resume_from_checkpoint: str | None = setting(None, "checkpoint folder, or last")
+    resume_from_checkpoint: str | None = setting(None, "checkpoint folder, or last", path=True)
     seed: int = setting(42, "random state of the run", low=0)
     data_seed: int | None = setting(None, "random state of the row order; seed by default", low=0)
     verify: bool = setting(
@@ -165,6 +177,7 @@ class IoConfig:
     swap_dirs: list[str] = setting(
         help="directories that hold the states, striped; by default swap/ in output_dir",
         default_factory=list,
+        path=True,
     )
     backend: str = setting(
         "auto", "how bytes move", choices=("auto", "io_uring", "libaio", "threads", "python")
