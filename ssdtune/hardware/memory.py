@@ -107,6 +107,8 @@ def _resource_limit(root: Path, name: str) -> int | None:
 def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
     for version, directory, name in _cgroup_directories(root):
         stat = _read_table(directory / "memory.stat", unit=1)
+        files: tuple[str, ...]
+        cache: tuple[str, ...]
         if version == 2:
             files = (
                 "memory.max",
