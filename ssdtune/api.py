@@ -1,0 +1,84 @@
+"""The commands as Python functions: `ssdtune.finetune`, `plan`, `profile`, `doctor` and `export`.
+
+Settings are given as a path of a YAML file, a mapping, a `Config`, or keywords by their flat names
+(`learning_rate`, `lora_r`). Keywords win. Everything heavy is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ssdtune.cli.doctor import DoctorReport
+    from ssdtune.config.load import Source
+
+
+def finetune(config: Source = None, /, **settings: Any) -> Any:
+    """Fine-tune a model and write the tuned weights, or the adapter, to `output_dir`.
+
+    Args:
+        config: Where settings come from; keywords win over it.
+        **settings: Settings by flat name, such as `train_file="train.jsonl", learning_rate=1e-4`.
+
+    Returns:
+        What came out: losses, paths, bytes moved; `to_dict()` gives plain data.
+
+    Raises:
+        SsdtuneError: See `ssdtune.errors`; `ConfigError` before any work is done.
+    """
+    from ssdtune.config.load import load_config
+    from ssdtune.train.finetune import finetune as run
+
+    return run(load_config(config, settings))
+
+
+def plan(config: Source = None, /, **settings: Any) -> Any:
+    """Say what a run needs: memory, space, bytes moved and time. Arguments as for `finetune`."""
+    from ssdtune.cli.commands import make_plan
+    from ssdtune.config.load import load_config
+
+    return make_plan(load_config(config, settings))
+
+
+def profile(swap_dirs: Sequence[str | os.PathLike[str]] = (), *, quick: bool = False) -> Any:
+    """Measure this machine: drives, memory bandwidth, Adam, compute.
+
+    Args:
+        swap_dirs: Folders on the drives to measure; the current folder by default.
+        quick: Shorter and less exact.
+    """
+    from ssdtune.hardware.profile import measure
+
+    return measure([Path(folder) for folder in swap_dirs or ["."]], quick=quick)
+
+
+def doctor(swap_dirs: Sequence[str | os.PathLike[str]] = ()) -> DoctorReport:
+    """Look at what works on this machine and in the folders where states would be kept."""
+    from ssdtune.cli.doctor import examine
+
+    return examine(swap_dirs)
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    *,
+    merge: bool = False,
+    max_shard_size: str | int = "5GB",
+) -> Path:
+    """Write the weights or the adapter of a checkpoint so that transformers or peft load the folder.
+
+    Args:
+        checkpoint: A `checkpoint-N` folder of a run.
+        output_dir: New folder.
+        merge: Merge a LoRA adapter into its base.
+        max_shard_size: Largest size of one file.
+    """
+    from ssdtune.cli.commands import export_checkpoint
+
+    return export_checkpoint(
+        Path(checkpoint), Path(output_dir), merge=merge, max_shard_size=max_shard_size
+    )

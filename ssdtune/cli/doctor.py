@@ -1,0 +1,318 @@
+"""What works on this machine: one line for each thing that a run needs or gains from, with the remedy.
+
+Only looks: nothing is installed, changed or measured, and neither torch nor transformers is imported, so it
+also works where these are broken. How fast things are is for `ssdtune.hardware.profile` to say.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssdtune import __version__
+from ssdtune.units import GIB, format_disk, format_memory
+
+_NEEDED = {
+    "torch": (2, 4),
+    "transformers": (5, 0),
+    "peft": (0, 18),
+    "accelerate": (1, 1),
+    "safetensors": (0, 5),
+    "numpy": (1, 26),
+    "psutil": (5, 9),
+}
+"""Lowest versions; pyproject.toml says the same and a test compares them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        status: "ok"; "warn": ssdtune works, but slower or without something; "fail": it does not work.
+        remedy: What to do; empty if ok.
+    """
+
+    name: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """All checks; `usable` is false if one of them failed."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def usable(self) -> bool:
+        """Say whether ssdtune can run here."""
+        return all(check.status != "fail" for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "schema_version": 1,
+            "version": __version__,
+            "usable": self.usable,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+        }
+
+    def text(self) -> str:
+        """Return a table for people, with what to do below each line that is not ok."""
+        width = max(len(check.name) for check in self.checks)
+        lines = []
+        for check in self.checks:
+            lines.append(f"{check.status:4}  {check.name:{width}}  {check.detail}")
+            if check.remedy:
+                lines.append(f"{'':4}  {'':{width}}  -> {check.remedy}")
+        failed = sum(check.status == "fail" for check in self.checks)
+        lines.append("")
+        lines.append("ssdtune works here." if not failed else f"{failed} checks failed.")
+        return "\n".join(lines)
+
+
+def examine(swap_dirs: Sequence[str | os.PathLike[str]] = ()) -> DoctorReport:
+    """Look at this machine and at the folders where states would be kept (the current one by default)."""
+    checks: list[Check] = []
+    for look in (_system, _packages, _native, _backends, _memory, _locked, _aio, _gpu, _gds):
+        checks += _guarded(look)
+    for folder in swap_dirs or ["."]:
+        checks += _guarded(lambda: _folder(Path(folder)), f"folder {folder}")  # noqa: B023
+    return DoctorReport(tuple(checks))
+
+
+def _guarded(look: Callable[[], Iterable[Check]], name: str = "") -> list[Check]:
+    """Run one group of checks; what breaks there is a finding too, and the others still run."""
+    try:
+        return list(look())
+    except Exception as error:
+        name = name or look.__name__.strip("_")
+        return [Check(name, "fail", f"{type(error).__name__}: {error}", "Please report this.")]
+
+
+def _system() -> Iterator[Check]:
+    version = platform.python_version()
+    if sys.version_info >= (3, 11):
+        yield Check("python", "ok", version)
+    else:
+        yield Check("python", "fail", version, "Install Python 3.11 or newer.")
+    kernel = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if sys.platform == "linux":
+        yield Check("system", "ok", kernel)
+    else:
+        yield Check("system", "fail", kernel, "ssdtune needs Linux.")
+
+
+def _packages() -> Iterator[Check]:
+    for name, lowest in _NEEDED.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(name, "fail", "not installed", f"pip install {name}")
+            continue
+        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        if numbers >= lowest:
+            yield Check(name, "ok", version)
+        else:
+            wanted = ".".join(map(str, lowest))
+            yield Check(name, "fail", f"{version} is too old", f'pip install "{name}>={wanted}"')
+
+
+def _native() -> Iterator[Check]:
+    try:
+        native: Any = importlib.import_module("ssdtune._native")
+    except ImportError as error:
+        reason = "not built" if isinstance(error, ModuleNotFoundError) else str(error)
+        yield Check(
+            "native part", "warn", f"{reason}; Python and torch do its work, more slowly",
+            "Install a C++20 compiler (g++ 11 or newer) and install ssdtune again.",
+        )  # fmt: skip
+        return
+    simd = getattr(native, "simd_name", None)
+    yield Check("native part", "ok", f"Adam kernel: {simd()}" if callable(simd) else "loaded")
+
+
+def _backends() -> Iterator[Check]:
+    from ssdtune.io.select import probe_backends
+
+    probes = probe_backends()
+    first = next((probe.name for probe in probes if probe.available), None)
+    for probe in probes:
+        name = f"I/O {probe.name}"
+        if probe.available:
+            yield Check(name, "ok", "chosen by auto" if probe.name == first else "works")
+        else:
+            reason, _, remedy = probe.reason.partition(". ")
+            yield Check(name, "warn", reason.rstrip("."), remedy or "Another backend is used.")
+    if first is None:
+        yield Check("I/O", "fail", "no backend works", "Run again with -v.")
+
+
+def _memory() -> Iterator[Check]:
+    from ssdtune.hardware.memory import available_host_memory
+
+    limit = available_host_memory()
+    text = f"{format_memory(limit.bytes)} can be used ({limit.source})"
+    if limit.bytes >= 1 * GIB:
+        yield Check("host memory", "ok", text)
+    else:
+        yield Check("host memory", "warn", text, "Close programs, or raise the container's limit.")
+
+
+def _locked() -> Iterator[Check]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield Check("locked memory", "ok", "no limit")
+    elif soft >= 1 * GIB:
+        yield Check("locked memory", "ok", f"limit {format_memory(soft)}")
+    else:
+        yield Check(
+            "locked memory", "warn",
+            f"limit {format_memory(soft)} (RLIMIT_MEMLOCK); buffers may stay unpinned",
+            'Raise it with "ulimit -l unlimited" or in /etc/security/limits.conf.',
+        )  # fmt: skip
+
+
+def _aio(proc: Path = Path("/proc/sys/fs")) -> Iterator[Check]:
+    try:
+        used = int((proc / "aio-nr").read_text())
+        most = int((proc / "aio-max-nr").read_text())
+    except (OSError, ValueError):
+        return
+    text = f"{used} of {most} aio requests of the system are taken"
+    if most - used >= 1024:
+        yield Check("aio-max-nr", "ok", text)
+    else:
+        yield Check("aio-max-nr", "warn", text, "sudo sysctl fs.aio-max-nr=1048576")
+
+
+def _gpu() -> Iterator[Check]:
+    build = _torch_cuda_version()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        yield Check("GPU", "warn", "no NVIDIA driver (libcuda.so.1); training runs on the CPU",
+                    "Nothing to do if there is no GPU; otherwise install its driver.")  # fmt: skip
+        return
+    count, error = ctypes.c_int(0), cuda.cuInit(0)
+    error = error or cuda.cuDeviceGetCount(ctypes.byref(count))
+    if error or not count.value:
+        yield Check(
+            "GPU", "warn", f"the driver shows no device (CUDA error {error})",
+            "Check nvidia-smi, CUDA_VISIBLE_DEVICES, and that the container was given the GPU.",
+        )  # fmt: skip
+        return
+    for index in range(count.value):
+        device, name, size = ctypes.c_int(0), ctypes.create_string_buffer(256), ctypes.c_size_t(0)
+        cuda.cuDeviceGet(ctypes.byref(device), index)
+        cuda.cuDeviceGetName(name, 256, device)
+        cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        text = f"{name.value.decode(errors='replace')}, {format_memory(size.value)}"
+        if build:
+            yield Check(f"GPU cuda:{index}", "ok", f"{text}, torch for CUDA {build}")
+        else:
+            yield Check(
+                f"GPU cuda:{index}", "warn", f"{text}, but this torch is built without CUDA",
+                "Install torch with CUDA: https://pytorch.org/get-started/locally",
+            )  # fmt: skip
+
+
+def _torch_cuda_version() -> str:
+    """Return the CUDA version that torch was built for, without importing it; empty if for none."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
+    except (OSError, ValueError, ImportError):
+        return ""
+    match = re.search(r"^cuda\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+def _gds() -> Iterator[Check]:
+    try:
+        version = next(
+            importlib.metadata.version(name)
+            for name in ("kvikio-cu12", "kvikio-cu13", "kvikio")
+            if _installed(name)
+        )
+    except StopIteration:
+        yield Check("GPUDirect Storage", "warn", "kvikio is not installed; data goes through host memory",
+                     'pip install "ssdtune[gds]" (optional, 2 to 3 GB)')  # fmt: skip
+        return
+    if not Path("/dev/nvidia-fs0").exists():
+        yield Check("GPUDirect Storage", "warn", f"kvikio {version}; the nvidia-fs driver is not loaded",
+                     "Load nvidia-fs; until then kvikio copies through host memory.")  # fmt: skip
+        return
+    yield Check("GPUDirect Storage", "ok", f"kvikio {version}, nvidia-fs loaded")
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _folder(folder: Path) -> Iterator[Check]:
+    name = f"folder {folder}"
+    if not folder.is_dir():
+        text = "is not a folder" if folder.exists() else "does not exist"
+        yield Check(name, "fail", text, f'mkdir -p "{folder}"')
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".ssdtune-doctor-") as file:
+            direct = _opens_direct(Path(file.name))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        yield Check(name, "fail", f"cannot be written: {reason}", "Name a writable folder.")
+        return
+    kind = _file_system(folder)
+    text = f"{format_disk(shutil.disk_usage(folder).free)} free on {kind}"
+    if kind in ("tmpfs", "ramfs"):
+        yield Check(name, "warn", f"{text}: this is memory, not a drive", "Name a folder on NVMe.")
+    elif not direct:
+        yield Check(name, "warn", f"{text}, no direct I/O: slower, and uses page cache",
+                    "Use a local ext4 or xfs file system.")  # fmt: skip
+    else:
+        yield Check(name, "ok", f"{text}, direct I/O works")
+
+
+def _opens_direct(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def _file_system(folder: Path) -> str:
+    """Return the type of the file system that holds a folder, such as ext4."""
+    best, kind = -1, "unknown"
+    path = folder.resolve()
+    try:
+        lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return kind
+    for line in lines:
+        point, found = line.split()[1:3]
+        mount = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), point))
+        if path.is_relative_to(mount) and len(mount.parts) >= best:
+            best, kind = len(mount.parts), found
+    return kind

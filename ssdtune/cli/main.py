@@ -1,0 +1,67 @@
+"""The command line: parse, run one command, show errors, choose the exit code.
+
+Results go to stdout, everything else to stderr. Exit codes: 0 done; 1 the run failed; 2 wrong usage or
+settings; 3 the answer is no (`plan` does not fit, `doctor` found a failing check); 130 Ctrl-C, 143 SIGTERM.
+Importing this starts neither torch nor transformers; commands import what they need. The flags are made in
+`ssdtune.cli.arguments`, the commands live in `ssdtune.cli.commands`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from ssdtune.cli import arguments
+from ssdtune.errors import SsdtuneError
+from ssdtune.log import show_on_stderr
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+    """
+    parser, commands = arguments.build_parser()
+    try:
+        args = arguments.parse(parser, commands, sys.argv[1:] if argv is None else argv)
+    except SystemExit as leave:  # --help, --version and wrong usage
+        return leave.code if isinstance(leave.code, int) else 2
+    show_on_stderr(1 if args.verbose else -1 if args.quiet else 0)
+    try:
+        from ssdtune.cli import commands as implementations
+
+        code = implementations.COMMANDS[args.command](args)
+        sys.stdout.flush()
+        return code
+    except SsdtuneError as error:
+        if args.verbose:
+            traceback.print_exc()
+        show_error(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        show_error("interrupted")
+        return 130
+    except BrokenPipeError:
+        # The reader of stdout has gone ("| head"); the interpreter's last flush must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        traceback.print_exc()
+        show_error(
+            'this is a bug in ssdtune. Please report it with the output of "ssdtune doctor --json" '
+            "and the lines above."
+        )
+        return 1
+
+
+def show_error(message: str) -> None:
+    """Print an error on stderr; each line of the message is one error."""
+    for line in message.splitlines() or [""]:
+        print(f"error: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

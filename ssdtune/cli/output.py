@@ -1,0 +1,27 @@
+"""Printing of results on stdout: text for people, or exactly one JSON document."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """Print one JSON document with its schema_version; numbers that are not finite become null."""
+    document = {"schema_version": SCHEMA_VERSION, **_plain(result)}
+    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
