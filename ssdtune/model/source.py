@@ -1,0 +1,358 @@
+"""Reading parameters straight from the original checkpoint files, as the model wants them in memory.
+
+Tensors lie at any byte of a safetensors file. What is asked for is sorted, neighbours are joined into large
+direct reads over a few scratch buffers, and each piece is converted to the destination's dtype while the next
+one is read. So memory beyond the destination is the scratch buffers, and neither the page cache nor the
+checkpoint's folder is touched. Conversions that do more than move data (few models) also need their inputs in
+memory, one parameter at a time. Which tensors make a parameter is decided in `ssdtune.model.keys`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ssdtune.errors import StorageError
+from ssdtune.io.backend import ALIGNMENT, Backend, File, Ticket
+from ssdtune.io.buffers import BufferPool
+from ssdtune.io.unaligned import start_range
+from ssdtune.model.checkpoint import HfCheckpoint
+from ssdtune.model.conversion import Rule
+from ssdtune.model.headers import TensorExtent
+from ssdtune.model.keys import TORCH_DTYPES, KeyMap
+from ssdtune.units import MIB
+
+NUM_BUFFERS = 4
+"""Scratch buffers: reads under way plus the one being converted."""
+
+MAX_GAP_BYTES = 64 << 10
+"""Tensors this close in a file are read at once, the unused bytes between them too."""
+
+MAX_OPEN_FILES = 8
+
+Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Split float32 [N] into its bfloat16 high half and int16 low half."""
+
+Sink = Callable[[int, torch.Tensor], None]
+"""Takes a piece of a tensor: index of its first element, and the flat elements in the file's dtype."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A contiguous range of elements of a file, and who takes them."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
+    sink: Sink
+
+
+@dataclass(frozen=True)
+class _Window:
+    """One read: a byte range of a file, and the jobs' parts in it as (job, first byte in it, length)."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    parts: list[tuple[_Job, int, int]]
+
+
+class WeightSource:
+    """Fills tensors with the model's parameters from the checkpoint. Thread-safe; calls block.
+
+    Args:
+        backend: Moves the bytes; the caller closes it after this source.
+        pool: Gives the scratch buffers, of `scratch_bytes` in all, until `close`.
+        direct: Bypass the page cache where the file system can.
+
+    Attributes:
+        bytes_read: Bytes read so far.
+    """
+
+    def __init__(
+        self,
+        checkpoint: HfCheckpoint,
+        keymap: KeyMap,
+        backend: Backend,
+        pool: BufferPool,
+        *,
+        scratch_bytes: int = 32 * MIB,
+        direct: bool = True,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.keymap = keymap
+        self.bytes_read = 0
+        self._backend = backend
+        self._pool = pool
+        self._direct = direct
+        size = max(scratch_bytes // NUM_BUFFERS // ALIGNMENT, 3) * ALIGNMENT
+        self._buffers = [
+            pool.take(size, "a scratch buffer for weights") for _ in range(NUM_BUFFERS)
+        ]
+        self._window_bytes = size - 2 * ALIGNMENT
+        self._files: dict[Path, File] = {}
+        self._lock = threading.Lock()
+
+    def load(self, names: Iterable[str], into: Mapping[str, torch.Tensor]) -> None:
+        """Fill tensors with parameters or persistent buffers.
+
+        Args:
+            names: Names in the model; tied parameters may go by any of theirs.
+            into: For each name, a contiguous CPU tensor of the parameter's shape, owned by the caller; the
+                values are converted to its dtype.
+
+        Raises:
+            StorageError: A read failed.
+            ValueError: Unknown name, or a destination that doesn't fit.
+        """
+        wanted: dict[str, torch.Tensor] = {}
+        copies: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # tied names that are asked for together
+        with self._lock, torch.no_grad():
+            for name in names:
+                self._check(name, into[name], None)
+                key = self.keymap.canonical(name)
+                if key in self.keymap.initial:
+                    into[name].copy_(self.keymap.initial[key])
+                elif key in wanted:
+                    copies.append((into[name], wanted[key]))
+                else:
+                    wanted[key] = into[name]
+            jobs: list[_Job] = []
+            others: dict[str, Rule] = {}
+            for key, tensor in wanted.items():
+                rule = self.keymap.load_rules[key]
+                views = [place.view(tensor) for place in rule.places or ()]
+                if views and all(view.is_contiguous() for view in views):
+                    for name, view in zip(rule.inputs, views):
+                        jobs.append(self._job(name, _copy_into(view.view(-1))))
+                else:
+                    others.setdefault(rule.key, rule)
+            self._stream(jobs)
+            for rule in others.values():
+                self._convert(rule, wanted)
+            for tensor, original in copies:
+                tensor.copy_(original)
+
+    def load_split(
+        self,
+        names: Iterable[str],
+        high: Mapping[str, torch.Tensor],
+        low: Mapping[str, torch.Tensor],
+        split: Split,
+    ) -> None:
+        """Fill the two halves of master weights; see `load`.
+
+        Args:
+            high: For each name, a contiguous bfloat16 CPU tensor of the parameter's shape.
+            low: The same, int16.
+            split: Makes the halves of a float32 piece.
+        """
+        whole = []
+        jobs: list[_Job] = []
+        for name in names:
+            self._check(name, high[name], torch.bfloat16)
+            self._check(name, low[name], torch.int16)
+            rule = self.keymap.load_rules[self.keymap.canonical(name)]
+            pairs = [(place.view(high[name]), place.view(low[name])) for place in rule.places or ()]
+            if pairs and all(view.is_contiguous() for view, _ in pairs):
+                for tensor, pair in zip(rule.inputs, pairs):
+                    jobs.append(self._job(tensor, _split_into(pair, split)))
+            else:
+                whole.append(name)
+        with self._lock, torch.no_grad():
+            self._stream(jobs)
+        for name in whole:
+            master = torch.empty(high[name].shape, dtype=torch.float32)
+            self.load([name], {name: master})
+            sink = _split_into((high[name], low[name]), split)
+            with torch.no_grad():
+                sink(0, master.view(-1))
+
+    def load_rows(self, name: str, rows: Sequence[int], into: torch.Tensor) -> None:
+        """Fill `into` [len(rows), D] with some rows of a parameter [V, D], such as an embedding's.
+
+        Rows that lie close together in the file are read at once; the order of `rows` is free.
+        """
+        rule = self.keymap.load_rules[self.keymap.canonical(name)]
+        shape = self.keymap.shapes[name]
+        if len(shape) != 2 or into.shape != (len(rows), shape[1]) or not into.is_contiguous():
+            raise ValueError(f'"{name}" {list(shape)}: rows do not fit into {list(into.shape)}')
+        if rows and not 0 <= min(rows) <= max(rows) < shape[0]:
+            raise ValueError(
+                f'"{name}" has rows 0 to {shape[0] - 1}, asked for {min(rows)} to {max(rows)}'
+            )
+        if rule.converter is not None:
+            whole = torch.empty(shape, dtype=into.dtype)
+            self.load([name], {name: whole})
+            with torch.no_grad():
+                into.copy_(whole[list(rows)])
+            return
+        extent = self.checkpoint.tensors[rule.inputs[0]]
+        dtype = TORCH_DTYPES[extent.dtype]
+        row_bytes = shape[1] * dtype.itemsize
+        jobs = [
+            _Job(
+                extent.path, extent.offset + row * row_bytes, row_bytes, dtype, _copy_into(into[i])
+            )
+            for i, row in enumerate(rows)
+        ]
+        with self._lock, torch.no_grad():
+            self._stream(jobs)
+
+    def close(self) -> None:
+        """Close the files and give the scratch buffers back."""
+        with self._lock:
+            for file in self._files.values():
+                self._backend.close_file(file)
+            self._files.clear()
+            for buffer in self._buffers:
+                self._pool.give(buffer)
+            self._buffers.clear()
+
+    def __enter__(self) -> WeightSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+        self.keymap.canonical(name)
+        expected = self.keymap.shapes[name]
+        fits = tuple(tensor.shape) == expected and tensor.is_contiguous()
+        if not fits or tensor.device.type != "cpu" or (dtype and tensor.dtype != dtype):
+            raise ValueError(
+                f'"{name}" needs a contiguous CPU tensor of shape {list(expected)}'
+                f"{f' and {dtype}' if dtype else ''}; this one is {tensor.dtype} {list(tensor.shape)}"
+            )
+
+    def _job(self, name: str, sink: Sink) -> _Job:
+        extent: TensorExtent = self.checkpoint.tensors[name]
+        return _Job(extent.path, extent.offset, extent.num_bytes, TORCH_DTYPES[extent.dtype], sink)
+
+    def _convert(self, rule: Rule, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Run a conversion on whole inputs, in the destination's dtype as transformers does."""
+        dtype = next(
+            tensor.dtype for key, tensor in wanted.items() if self.keymap.load_rules[key] == rule
+        )
+        inputs = [
+            torch.empty(self.checkpoint.tensors[name].shape, dtype=dtype) for name in rule.inputs
+        ]
+        self._stream(
+            [
+                self._job(name, _copy_into(tensor.view(-1)))
+                for name, tensor in zip(rule.inputs, inputs)
+            ]
+        )
+        for key, made in rule.apply(inputs, self.keymap.context).items():
+            if key in wanted:
+                wanted[key].copy_(made)
+
+    def _stream(self, jobs: Sequence[_Job]) -> None:
+        """Read all jobs, several windows in flight, and hand the pieces over in file order."""
+        free = deque(self._buffers)
+        pending: deque[tuple[_Window, Ticket, memoryview, int]] = deque()
+        try:
+            for window in _windows(jobs, self._window_bytes):
+                if not free:
+                    free.append(self._buffers[self._finish(pending)])
+                file = self._open(window.path, pending)
+                buffer = free.popleft()
+                ticket, view = start_range(
+                    self._backend, file, window.offset, window.num_bytes, buffer.view
+                )
+                pending.append((window, ticket, view, self._buffers.index(buffer)))
+            while pending:
+                self._finish(pending)
+        finally:
+            for (
+                _,
+                ticket,
+                _,
+                _,
+            ) in pending:  # after a failure: nobody may write to the buffers any more
+                try:
+                    ticket.wait()
+                except StorageError:
+                    continue
+
+    def _finish(self, pending: deque[tuple[_Window, Ticket, memoryview, int]]) -> int:
+        """Wait for the oldest read, hand its pieces over, and return the index of its buffer."""
+        window, ticket, view, index = pending.popleft()
+        ticket.wait()
+        self.bytes_read += window.num_bytes
+        for job, start, num_bytes in window.parts:
+            at = job.offset + start
+            raw = view[at - window.offset : at - window.offset + num_bytes]
+            if at % job.dtype.itemsize:  # no aligned address for this dtype: move the bytes
+                piece = torch.frombuffer(raw, dtype=torch.uint8).clone().view(job.dtype)
+            else:
+                piece = torch.frombuffer(raw, dtype=job.dtype)
+            job.sink(start // job.dtype.itemsize, piece)
+        return index
+
+    def _open(self, path: Path, pending: deque[tuple[_Window, Ticket, memoryview, int]]) -> File:
+        """Return the open file; at most a few are kept open, the least recently used goes first."""
+        if path in self._files:
+            self._files[path] = self._files.pop(path)
+            return self._files[path]
+        if len(self._files) >= MAX_OPEN_FILES:
+            oldest = next(iter(self._files))
+            for window, ticket, _, _ in pending:
+                if window.path == oldest:
+                    ticket.wait()
+            self._backend.close_file(self._files.pop(oldest))
+        self._files[path] = self._backend.open(path, direct=self._direct)
+        return self._files[path]
+
+
+def _copy_into(flat: torch.Tensor) -> Sink:
+    def sink(start: int, piece: torch.Tensor) -> None:
+        flat[start : start + piece.numel()].copy_(piece)
+
+    return sink
+
+
+def _split_into(halves: tuple[torch.Tensor, torch.Tensor], split: Split) -> Sink:
+    high, low = (half.view(-1) for half in halves)
+
+    def sink(start: int, piece: torch.Tensor) -> None:
+        part = slice(start, start + piece.numel())
+        made = split(piece.to(torch.float32))
+        high[part].copy_(made[0])
+        low[part].copy_(made[1])
+
+    return sink
+
+
+def _windows(jobs: Sequence[_Job], limit: int) -> Iterator[_Window]:
+    """Cut and join jobs into reads of at most `limit` bytes, in file order."""
+    parts: list[tuple[_Job, int, int]] = []
+    path, start, end = Path(), 0, 0
+    for job in sorted(jobs, key=lambda job: (str(job.path), job.offset)):
+        done = 0
+        while done < job.num_bytes:
+            at = job.offset + done
+            if parts and (job.path != path or not 0 <= at - end <= MAX_GAP_BYTES):
+                yield _Window(path, start, end - start, parts)
+                parts = []
+            if not parts:
+                path, start, end = job.path, at, at
+            room = start + limit - at
+            size = min(job.num_bytes - done, room // job.dtype.itemsize * job.dtype.itemsize)
+            if size <= 0:
+                yield _Window(path, start, end - start, parts)
+                parts = []
+                continue
+            parts.append((job, done, size))
+            done += size
+            end = at + size
+    if parts:
+        yield _Window(path, start, end - start, parts)
