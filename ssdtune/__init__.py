@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 # These two packages are loaded before the functions of the same name replace them as attributes here;
 # later imports from them ("from ssdtune.plan.schedule import ...") are not affected.
 import ssdtune.export
-import ssdtune.plan
+import ssdtune.plan  # noqa: F401
 from ssdtune.api import doctor, export, finetune, plan, profile
 
 _LAZY = {

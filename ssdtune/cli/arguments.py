@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors look like ours and suggest the nearest flag."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Print one line and leave with exit code 2."""
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 def normalize(argv: Sequence[str]) -> list[str]:
     """Write `--learning_rate=1` as `--learning-rate=1`."""
-    result = []
+    result: list[str] = []
     for position, text in enumerate(argv):
         if text == "--":
             return result + list(argv[position:])

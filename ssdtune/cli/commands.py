@@ -1,0 +1,144 @@
+"""What each command does: settings from the arguments, one call of `ssdtune.api`, printing of the result.
+
+Everything heavy is imported by the called functions. `COMMANDS` maps names to functions that take the
+parsed arguments and return the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from ssdtune import api
+from ssdtune.cli.arguments import settings_from
+from ssdtune.cli.output import print_json
+from ssdtune.config.check import require
+from ssdtune.errors import ConfigError
+
+ANSWER_IS_NO = 3
+
+
+def finetune(args: argparse.Namespace) -> int:
+    """Fine-tune; print where the result is."""
+    from ssdtune.train.finetune import finetune as run
+
+    config = settings_from(args)
+    require(config)
+    result = run(config, json_output=args.json)
+    if args.json:
+        print_json(result.to_dict())
+    else:
+        print(result.text())
+    return 0
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print what a run needs; exit code 3 if it does not fit."""
+    config = settings_from(args)
+    require(config, train_file=False, output_dir=False)
+    result = api.plan(config)
+    if args.json:
+        print_json(result.to_dict())
+    else:
+        print(result.text())
+    return 0 if result.fits else ANSWER_IS_NO
+
+
+def profile(args: argparse.Namespace) -> int:
+    """Measure this machine and print the figures."""
+    result = api.profile(args.swap_dir, quick=args.quick)
+    if args.output:
+        Path(args.output).write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+    if args.json:
+        print_json(result.to_dict())
+    else:
+        print(result.text())
+    return 0
+
+
+def data(args: argparse.Namespace) -> int:
+    """Show how rows become tokens and labels."""
+    from ssdtune.cli import data_command
+
+    config = settings_from(args)
+    require(config, output_dir=False)
+    return int(data_command.run(config, num_rows=args.rows, json_output=args.json))
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Print what works here; exit code 3 if ssdtune does not."""
+    report = api.doctor(args.swap_dir)
+    if args.json:
+        print_json(report.to_dict())
+    else:
+        print(report.text())
+    return 0 if report.usable else ANSWER_IS_NO
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a checkpoint's weights or adapter; print the folder."""
+    folder = api.export(
+        args.checkpoint, args.output_dir, merge=args.merge, max_shard_size=args.max_shard_size
+    )
+    if args.json:
+        print_json({"output_dir": str(folder)})
+    else:
+        print(folder)
+    return 0
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Print a prompt's continuation."""
+    from ssdtune.cli.in_memory import continue_text
+
+    if args.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, not {args.max_new_tokens}")
+    text = continue_text(args.model, args.prompt, args.max_new_tokens, chat=args.chat)
+    if args.json:
+        print_json({"prompt": args.prompt, "text": text})
+    else:
+        print(text)
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Print a model's mean loss on `eval_file`."""
+    from ssdtune.cli.in_memory import mean_loss
+
+    config = settings_from(args)
+    require(config, train_file=False, output_dir=False)
+    if not config.data.eval_file:
+        raise ConfigError("data.eval_file is not set: name a jsonl file (--eval-file)")
+    result = mean_loss(config.model.model_name_or_path, config)
+    if args.json:
+        print_json(result.to_dict())
+    else:
+        print(result.text())
+    return 0
+
+
+def demo(args: argparse.Namespace) -> int:
+    """Run the whole job on a small model."""
+    from ssdtune.cli import demo_command
+
+    result = demo_command.run(args)
+    if args.json:
+        print_json(result.to_dict())
+    else:
+        print(result.text())
+    return 0
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "finetune": finetune,
+    "plan": plan,
+    "profile": profile,
+    "data": data,
+    "doctor": doctor,
+    "export": export,
+    "generate": generate,
+    "eval": evaluate,
+    "demo": demo,
+}

@@ -1,0 +1,158 @@
+"""Trying a model the ordinary way: loaded whole by transformers (and peft), nothing of ssdtune in it.
+
+That makes it the independent judge of what a run exported. It needs the memory that the model takes; for
+larger ones use any inference program. Fine-tuning itself is in `ssdtune.train.finetune`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssdtune.config.schema import Config
+from ssdtune.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Mean loss over all learned tokens of a file, in nats per token."""
+
+    model: str
+    eval_file: str
+    num_rows: int
+    num_learned_tokens: int
+    loss: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return dataclasses.asdict(self)
+
+    def text(self) -> str:
+        """Return one line for people."""
+        return (
+            f"loss {self.loss:.4f} over {self.num_learned_tokens} learned tokens "
+            f"of {self.num_rows} rows ({self.eval_file})"
+        )
+
+
+def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
+    """Load a checkpoint or an adapter folder with transformers or peft; never downloads.
+
+    Args:
+        dtype: "bf16", "fp32", or "auto" for bf16 on a GPU and fp32 on the CPU.
+
+    Raises:
+        ConfigError: The folder cannot be loaded.
+    """
+    import torch
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bf16" if device == "cuda" else "fp32"
+    loader: Any = transformers.AutoModelForCausalLM
+    if Path(folder, "adapter_config.json").is_file():
+        import peft
+
+        loader = peft.AutoPeftModelForCausalLM
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = loader.from_pretrained(
+            folder,
+            dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"transformers cannot load {folder}: {reason} Name a checkpoint or adapter folder."
+        ) from error
+    return model.to(device).eval()
+
+
+def mean_loss(folder: str, config: Config) -> EvalResult:
+    """Return the loss of a model on `eval_file`, each learned token weighing the same."""
+    import torch
+
+    from ssdtune.data.batches import Padding, eval_batches
+    from ssdtune.data.dataset import load_rows
+
+    tokenizer = _tokenizer_if_any(folder, config)
+    model = load_model(
+        folder, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
+    )
+    file = config.data.eval_file or ""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    rows = load_rows(file, tokenizer, config.data, vocab_size=vocabulary)
+    size = config.training.per_device_eval_batch_size or config.training.per_device_train_batch_size
+    total, count = 0.0, 0
+    with torch.inference_mode():
+        for batch in eval_batches(rows, batch_size=size, padding=Padding.of(tokenizer)):
+            ids, mask, labels = (
+                torch.from_numpy(array).to(model.device)
+                for array in (batch.input_ids, batch.attention_mask, batch.labels)
+            )
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(),
+                labels[:, 1:].flatten(),
+                ignore_index=-100,
+                reduction="sum",
+            )
+            total += float(loss)
+            count += batch.num_learned_tokens
+    return EvalResult(folder, file, len(rows), count, total / max(count, 1))
+
+
+def _tokenizer_if_any(folder: str, config: Config) -> Any:
+    """Load the tokenizer; without one, rows must be tokenized already, and `load_rows` says so."""
+    from ssdtune.data.tokenize import load_tokenizer
+
+    if Path(folder).is_dir() and not any(Path(folder).glob("*token*")):
+        return None
+    return load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+
+
+def continue_text(folder: str, prompt: str, max_new_tokens: int, *, chat: bool = False) -> str:
+    """Return what the model writes after a prompt, choosing the likeliest token each time.
+
+    Args:
+        chat: Put the prompt into the tokenizer's chat template as the user's turn.
+
+    Raises:
+        ConfigError: No such model, no tokenizer, or no chat template.
+    """
+    import torch
+
+    from ssdtune.data.tokenize import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    if chat:
+        if not tokenizer.chat_template:
+            raise ConfigError(f"the tokenizer of {folder} has no chat template: leave out --chat")
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    if not inputs["input_ids"].shape[1]:
+        raise ConfigError("the prompt is empty: give at least one token")
+    model = load_model(folder)
+    inputs = {
+        name: value.to(model.device)
+        for name, value in inputs.items()
+        if name in ("input_ids", "attention_mask")
+    }
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    with torch.inference_mode():
+        output = model.generate(
+            **inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad
+        )
+    new = output[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(new, skip_special_tokens=True))
