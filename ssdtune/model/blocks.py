@@ -1,0 +1,339 @@
+"""Run a Hugging Face decoder in pieces, with no code for any architecture: the portal trick.
+
+Each block is replaced by a **portal** that records what it is called with. Running the model's own forward
+with the portals in place gives everything that the model prepares for its blocks (masks, rotary tables,
+positions, per-layer arguments) exactly as it would for itself. The blocks then run one at a time from those
+records. To finish, the model's forward runs once more and the last portal lets the final hidden state in, so
+that the model's own norm, head and logit scaling follow. The input embedding is replaced too: it gets only the
+rows that a batch uses, and nothing when the model is run for its head.
+
+All weights are passed in by the caller as tensors; modules stay on meta.
+Shape letters: B sequences, S positions, D hidden size, V vocabulary, U distinct tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ssdtune.errors import UnsupportedModelError
+from ssdtune.model.build import BuiltModel
+from ssdtune.model.layout import ModelLayout, innermost, build_layout
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Call:
+    """What one block is called with, without its hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Entry:
+    """What the model does before its first block, for one micro-batch.
+
+    Attributes:
+        hidden: Input of the first block [B, S, D]; carries the graph to `rows` and to the outer weights.
+        calls: One per block.
+        ids: Distinct token ids [U].
+        rows: Their rows of the embedding matrix [U, D], a leaf.
+    """
+
+    hidden: torch.Tensor
+    calls: list[Call]
+    ids: torch.Tensor
+    rows: torch.Tensor
+
+
+class _LastBlockReached(Exception):
+    pass
+
+
+class _Stand(nn.Module):
+    """Stands for a module and answers for its attributes, but owns none of its parameters."""
+
+    def __init__(self, original: nn.Module, owner: BlockModel) -> None:
+        super().__init__()
+        self.__dict__["original"] = original
+        self.__dict__["owner"] = owner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"], name)
+
+
+class _Portal(_Stand):
+    def __init__(self, original: nn.Module, owner: BlockModel, number: int) -> None:
+        super().__init__(original, owner)
+        self.number = number
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.owner._pass_portal(self.number, args, kwargs)
+
+
+class _EmbeddingPortal(_Stand):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.owner._embed(self.original, ids)
+
+
+class BlockModel:
+    """A built model that runs in pieces.
+
+    Args:
+        built: The model; its blocks and input embedding are replaced by portals.
+        device: Where its buffers go.
+
+    Attributes:
+        layout: How its parameters are grouped.
+        blocks: The real blocks, parameters on meta.
+
+    Raises:
+        UnsupportedModelError: The model cannot be taken apart; the message says why.
+    """
+
+    def __init__(self, built: BuiltModel, device: torch.device) -> None:
+        self.built = built
+        self.model = built.model
+        self.device = device
+        path, blocks = _find_blocks(built.model)
+        self.layout: ModelLayout = build_layout(built, path, len(blocks))
+        self.blocks = list(blocks)
+        self._local = [_local_names(path, number, block) for number, block in enumerate(blocks)]
+        _refuse_shared(self.blocks, built.model)
+        embedding = innermost(built.model.get_input_embeddings())
+        if not isinstance(embedding, nn.Embedding):
+            raise UnsupportedModelError(
+                f"the input embedding of {self._kind} is a {type(embedding).__name__}, not an nn.Embedding."
+            )
+        self.embedding_name = _path_of(built.model, embedding) + ".weight"
+        head = built.model.get_output_embeddings()
+        self._tied_name = _path_of(built.model, innermost(head)) + ".weight" if self.layout.tied else ""
+        for number, block in enumerate(self.blocks):
+            blocks[number] = _Portal(block, self, number)
+        _replace(built.model, embedding, _EmbeddingPortal(embedding, self))
+        self._move_buffers()
+        self._outer_names = {name for name, _ in built.model.named_parameters(remove_duplicate=False)}
+        self._returns_tuple = False
+        self._calls: list[Call] | None = None
+        self._entering: torch.Tensor | None = None
+        self._table: torch.Tensor | None = None
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def _kind(self) -> str:
+        return str(self.model.config.model_type)
+
+    def persistent_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that are stored in checkpoints, by name; the caller fills them in place."""
+        found = {}
+        for prefix, module in [("", self.model), *self._block_modules()]:
+            for name, child in module.named_modules():
+                for key, buffer in child._buffers.items():
+                    if buffer is not None and key not in child._non_persistent_buffers_set:
+                        found[".".join(part for part in (prefix, name, key) if part)] = buffer
+        return found
+
+    def train(self, training: bool) -> None:
+        """Switch dropout on or off."""
+        self.model.train(training)
+        for block in self.blocks:
+            block.train(training)
+
+    def enter(self, tensors: Tensors, batch: Mapping[str, torch.Tensor], trained: bool) -> Entry:
+        """Run what comes before the first block.
+
+        Args:
+            tensors: Weights of the stages `outer` and `embed`; leaves that require gradients get them later
+                through `Entry.hidden`.
+            batch: What the model's forward takes: input_ids [B, S], attention_mask or position_ids.
+            trained: The rows of the embedding matrix require gradients.
+        """
+        self._calls = []
+        self._table = tensors[self.embedding_name].detach()
+        self._trained_rows = trained
+        try:
+            self._run_outer(tensors, dict(batch))
+        except _LastBlockReached:
+            pass
+        calls, found, hidden = self._calls, self._found, self._entering
+        self._calls = self._table = self._found = self._entering = None
+        if len(calls) != len(self.blocks) or found is None or hidden is None:
+            raise UnsupportedModelError(
+                f"{self._kind} does not call its {len(self.blocks)} blocks once each, in order; "
+                "it cannot be trained block by block."
+            )
+        return Entry(hidden, calls, *found)
+
+    def run_block(self, number: int, tensors: Tensors, call: Call, hidden: torch.Tensor) -> torch.Tensor:
+        """Run block `number` on hidden states [B, S, D] and return the next ones."""
+        block = self.blocks[number]
+        weights = {local: tensors[name] for name, local in self._local[number].items()}
+        result = functional_call(block, weights, (hidden, *call.args), call.kwargs, tie_weights=False)
+        if isinstance(result, tuple):
+            self._returns_tuple = True
+            return result[0]
+        return result
+
+    def logits(self, tensors: Tensors, hidden: torch.Tensor) -> torch.Tensor:
+        """Run what comes after the last block.
+
+        Args:
+            tensors: Weights of `outer` and of the head's stage.
+            hidden: [B, S, D]; S is no more than the model's positions.
+
+        Returns:
+            Logits [B, S, V] as the model scales them.
+        """
+        self._entering = hidden
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        try:
+            result = self._run_outer(tensors, {"input_ids": ids})
+        finally:
+            self._entering = None
+        return result.logits
+
+    def _run_outer(self, tensors: Tensors, batch: dict[str, torch.Tensor]) -> Any:
+        weights = {name: tensor for name, tensor in tensors.items() if name in self._outer_names}
+        if self._tied_name and self.embedding_name in tensors:
+            weights[self._tied_name] = tensors[self.embedding_name]
+        return functional_call(
+            self.model, weights, (), {**batch, "use_cache": False}, tie_weights=False
+        )
+
+    def _pass_portal(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden, args, kwargs = _take_hidden(args, kwargs)
+        last = number == len(self.blocks) - 1
+        if self._calls is None:
+            hidden = self._entering if last else hidden
+            return (hidden,) if self._returns_tuple else hidden
+        if number != len(self._calls):
+            self._calls.clear()
+            raise _LastBlockReached
+        if number == 0:
+            self._entering = hidden
+        self._check_arguments(args, kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        self._calls.append(Call(args, kwargs))
+        if last:
+            raise _LastBlockReached
+        return (hidden,) if self._returns_tuple else hidden
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in tree_flatten((args, kwargs))[0]:
+            if isinstance(value, torch.Tensor):
+                if value.requires_grad:
+                    raise UnsupportedModelError(
+                        f"{self._kind} passes its blocks a second input that needs gradients; "
+                        "it cannot be trained block by block."
+                    )
+            elif not isinstance(value, (int, float, str, bool, type(None), torch.dtype, torch.device)):
+                raise UnsupportedModelError(
+                    f"{self._kind} passes its blocks a shared {type(value).__name__}; "
+                    "it cannot be trained block by block."
+                )
+
+    def _embed(self, original: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        if self._table is None:
+            width = original.weight.shape[1]
+            zero = torch.zeros((), dtype=original.weight.dtype, device=ids.device)
+            return zero.expand(*ids.shape, width)
+        distinct, positions = torch.unique(ids, return_inverse=True)
+        rows = self._table.index_select(0, distinct).requires_grad_(self._trained_rows)
+        self._found = (distinct, rows)
+        padding, original.padding_idx = original.padding_idx, None
+        try:
+            return functional_call(original, {"weight": rows}, (positions,), tie_weights=False)
+        finally:
+            original.padding_idx = padding
+
+    @property
+    def padding_row(self) -> int | None:
+        """Token whose embedding never gets a gradient (nn.Embedding's padding_idx)."""
+        embedding = innermost(self.model.get_input_embeddings())
+        return embedding.padding_idx
+
+    def _block_modules(self) -> list[tuple[str, nn.Module]]:
+        path = self.layout_path
+        return [(f"{path}.{number}", block) for number, block in enumerate(self.blocks)]
+
+    @property
+    def layout_path(self) -> str:
+        """Dotted path of the list of blocks."""
+        name = next(iter(self._local[0]))
+        return name[: -len(self._local[0][name]) - len(".0.")]
+
+    def _move_buffers(self) -> None:
+        for root in (self.model, *self.blocks, innermost(self.model.get_input_embeddings())):
+            original = root.original if isinstance(root, _Stand) else root
+            for module in original.modules():
+                for key, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[key] = buffer.to(self.device)
+
+
+def _take_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs["hidden_states"], (), {k: v for k, v in kwargs.items() if k != "hidden_states"}
+
+
+def _find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return path and list of the decoder's blocks: the outermost ModuleList of num_hidden_layers modules."""
+    count = model.config.get_text_config().num_hidden_layers
+    found = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    outermost = [
+        (path, module)
+        for path, module in found
+        if not any(path.startswith(other + ".") for other, _ in found)
+    ]
+    if len(outermost) != 1:
+        names = ", ".join(path for path, _ in outermost) or "none"
+        raise UnsupportedModelError(
+            f"{model.config.model_type} has no single list of {count} blocks (found: {names}); "
+            "it cannot be trained block by block."
+        )
+    return outermost[0]
+
+
+def _local_names(path: str, number: int, block: nn.Module) -> dict[str, str]:
+    return {f"{path}.{number}.{local}": local for local, _ in block.named_parameters()}
+
+
+def _refuse_shared(blocks: list[nn.Module], model: nn.Module) -> None:
+    seen: set[int] = set()
+    for block in blocks:
+        members = {id(parameter) for parameter in block.parameters()}
+        if members & seen:
+            raise UnsupportedModelError(
+                f"{model.config.model_type} shares parameters between its blocks; "
+                "it cannot be trained block by block."
+            )
+        seen |= members
+
+
+def _path_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is wanted)
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    path = _path_of(model, old)
+    parent, _, name = path.rpartition(".")
+    holder = model.get_submodule(parent)
+    holder._modules[name] = new

@@ -1,0 +1,210 @@
+"""Build a causal language model without its weights: the module tree on the meta device, buffers for real.
+
+With LoRA the adapters are put in by peft; their first values, which peft draws at random, are kept.
+Nothing of the base weights is read here. Read `ssdtune.model.layout` for how parameters become units and
+`ssdtune.model.blocks` for how the model is run in pieces.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ssdtune.config.schema import LoraSettings
+from ssdtune.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+
+
+@dataclass
+class BuiltModel:
+    """A model without weights.
+
+    Attributes:
+        model: The causal language model, parameters on meta; peft's layers inside if there is an adapter.
+        peft: The peft wrapper around it, None for full fine-tuning.
+        trained: Names (in `model`) of the parameters that are trained.
+        initial: First values of the parameters that no checkpoint of the base has (adapters), fp32 on CPU.
+        decay: Names of the parameters that weight decay applies to.
+    """
+
+    model: PreTrainedModel
+    peft: PeftModel | None
+    trained: frozenset[str]
+    decay: frozenset[str]
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def base_name(name: str) -> str:
+    """Return the name that a parameter of a model with adapters has in the base model."""
+    name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    return name.replace(f".modules_to_save.{ADAPTER}.", ".")
+
+
+def build_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    lora: LoraSettings | None = None,
+    adapter: Path | None = None,
+    seed: int = 0,
+) -> BuiltModel:
+    """Build the model of a checkpoint folder.
+
+    Args:
+        path: Folder with config.json.
+        dtype: Compute dtype of the weights (some modules insist on fp32, as transformers lets them).
+        lora: Put in new adapters.
+        adapter: Folder of an adapter to go on training, instead of new ones.
+        seed: Seeds peft's first values, as torch.manual_seed before peft.get_peft_model does.
+
+    Raises:
+        UnsupportedModelError: Not a decoder that transformers knows as a causal language model.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{path}: {config.model_type} is an encoder-decoder model; ssdtune trains decoders only."
+            )
+        _refuse(path, config)
+        config.use_cache = False
+        with init_empty_weights(include_buffers=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options: dict[str, Any] = {"attn_implementation": attn_implementation}
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code,
+                **{key: value for key, value in options.items() if value is not None},
+            )  # fmt: skip
+    except (ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"{path}: transformers cannot build this as a causal language model: {_first_line(error)}"
+        ) from error
+    model.tie_weights()
+    _keep_in_fp32(model, dtype)
+    if lora is None and adapter is None:
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        return BuiltModel(model, None, frozenset(_names(model)), _decayed(model))
+    return _with_adapter(model, lora, adapter, seed)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _refuse(path: Path, config: Any) -> None:
+    """Refuse what cannot be run block by block, by what the configuration says."""
+    name = config.model_type
+    reasons = []
+    if (
+        getattr(config, "vision_config", None) is not None
+        or getattr(config, "audio_config", None) is not None
+    ):
+        reasons.append("it has a vision or audio tower")
+    if getattr(config, "num_kv_shared_layers", 0):
+        reasons.append("its layers share keys and values (num_kv_shared_layers)")
+    if getattr(config, "output_router_logits", False):
+        reasons.append(
+            "its loss needs the router logits of all layers (output_router_logits); set it to false"
+        )
+    if getattr(config, "layerdrop", 0.0):
+        reasons.append("it drops layers at random (layerdrop); set it to 0")
+    if reasons:
+        raise UnsupportedModelError(
+            f"{path}: {name} cannot be trained block by block: {'; '.join(reasons)}."
+        )
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give parameters that the model keeps in fp32 that dtype, as from_pretrained does."""
+    if dtype == torch.float32:
+        return
+    patterns = [
+        re.escape(key).replace(r"\*", ".*") for key in model._keep_in_fp32_modules_strict or ()
+    ]
+    if not patterns:
+        return
+    matcher = re.compile(r"(?:^|\.)(?:" + "|".join(patterns) + r")(?:$|\.)")
+    for name, parameter in model.named_parameters():
+        if matcher.search(name):
+            parameter.data = parameter.data.float()
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def _decayed(model: nn.Module) -> frozenset[str]:
+    """Return the parameters that transformers' trainer decays: no biases, no norms."""
+    forbidden = [re.compile(p) for p in (
+        r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)",
+    )]  # fmt: skip
+    norms = {prefix for prefix, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    decayed = set()
+    for name in _names(model):
+        parent = name.rpartition(".")[0]
+        if parent not in norms and not any(pattern.search(name.lower()) for pattern in forbidden):
+            decayed.add(name)
+    return frozenset(decayed)
+
+
+def _with_adapter(
+    model: PreTrainedModel, lora: LoraSettings | None, adapter: Path | None, seed: int
+) -> BuiltModel:
+    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+
+    # peft draws its first values on the device of the base weights. Weights of stride 0 on the CPU take no
+    # memory and make it draw what it would for a model in memory.
+    for parameter in model.parameters():
+        parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if adapter is not None:
+                settings = PeftConfig.from_pretrained(str(adapter))
+                if settings.peft_type != "LORA":
+                    raise ConfigError(f"{adapter}: adapter type {settings.peft_type} is not LORA.")
+                peft = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+            else:
+                assert lora is not None
+                torch.manual_seed(seed)
+                peft = get_peft_model(model, LoraConfig(
+                    task_type="CAUSAL_LM", r=lora.r, lora_alpha=lora.lora_alpha,
+                    lora_dropout=lora.lora_dropout, target_modules=lora.target_modules,
+                    use_rslora=lora.use_rslora, bias=lora.bias, modules_to_save=lora.modules_to_save,
+                ))  # fmt: skip
+    except (ValueError, OSError, TypeError) as error:
+        raise ConfigError(f"peft refuses these adapter settings: {_first_line(error)}") from error
+    inner = peft.get_base_model()
+    trained, initial = set(), {}
+    for name, parameter in inner.named_parameters():
+        if parameter.requires_grad:
+            trained.add(name)
+            if _is_new(name) or adapter is not None:
+                initial[name] = parameter.detach().float().clone()
+        parameter.data = parameter.data.to("meta")
+    if not trained:
+        raise ConfigError("the adapter settings train nothing; check target_modules.")
+    return BuiltModel(inner, peft, frozenset(trained), _decayed(inner), initial)
+
+
+def _is_new(name: str) -> bool:
+    """Say whether peft made the parameter, so that no base checkpoint has it."""
+    return ".lora_" in name

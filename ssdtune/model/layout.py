@@ -1,0 +1,165 @@
+"""How a model's parameters lie in flat arrays: stages, parts and tensors.
+
+A **stage** is what is computed as one: `outer`, `embed`, `block.N`, `head`. Its parameters are grouped into
+**parts**, flat arrays of one dtype that are either trained (a unit of the store, with its states) or frozen
+(read from the original files). Letter: N elements of a part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ssdtune.model.build import BuiltModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TENSOR_ALIGNMENT = 64
+"""Elements to which tensors are aligned within a part: cache lines and SIMD registers of every dtype."""
+PART_ALIGNMENT = 2048
+"""Elements to which parts are padded, so that a bf16 part ends on a 4096-byte boundary."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter's place in its part; `offset` and `numel` in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+    decay: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """A flat array [N] of one dtype.
+
+    Attributes:
+        name: Unit name in the store.
+        dtype: Dtype of the weights that are computed with; fp32 is its own master, bf16 is the high half.
+        numel: N, padding included.
+    """
+
+    name: str
+    stage: str
+    dtype: torch.dtype
+    trained: bool
+    tensors: tuple[TensorSpec, ...]
+    numel: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self.numel * self.dtype.itemsize
+
+    def view(self, flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        """Return one tensor's view of the part's flat array [N] of any dtype."""
+        return flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is computed as one, with its parts."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def trained(self) -> bool:
+        """Say whether anything of the stage is trained."""
+        return any(part.trained for part in self.parts)
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """All stages of a model, in the order outer, embed, blocks, head."""
+
+    stages: dict[str, Stage]
+    num_blocks: int
+    tied: bool
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parts, stage by stage."""
+        return [part for stage in self.stages.values() for part in stage.parts]
+
+    @property
+    def trained_parts(self) -> list[Part]:
+        """The parts that are units of the store."""
+        return [part for part in self.parts if part.trained]
+
+
+def build_layout(built: BuiltModel, blocks_path: str, num_blocks: int) -> ModelLayout:
+    """Assign every parameter to a stage and part.
+
+    Args:
+        built: The model.
+        blocks_path: Dotted path of the list of blocks in the model.
+        num_blocks: Its length.
+    """
+    model = built.model
+    embed_names = _parameters_of(model, model.get_input_embeddings())
+    output = model.get_output_embeddings()
+    # The head's matrix has a tied name too, but parameters of the same object are listed once, as the embedding's.
+    head_names = _parameters_of(model, output) - embed_names if output is not None else set()
+    tied = output is not None and getattr(innermost(output), "weight", None) is getattr(
+        innermost(model.get_input_embeddings()), "weight", None
+    )
+    groups: dict[str, list[tuple[str, nn.Parameter]]] = {"outer": [], "embed": []}
+    groups |= {f"block.{i}": [] for i in range(num_blocks)}
+    if not tied:
+        groups["head"] = []
+    for name, parameter in model.named_parameters():
+        if name.startswith(blocks_path + "."):
+            number = name[len(blocks_path) + 1 :].split(".", 1)[0]
+            groups[f"block.{number}"].append((name, parameter))
+        elif name in embed_names:
+            groups["embed"].append((name, parameter))
+        elif name in head_names and not tied:
+            groups["head"].append((name, parameter))
+        else:
+            groups["outer"].append((name, parameter))
+    stages = {name: Stage(name, _parts(built, name, members)) for name, members in groups.items()}
+    return ModelLayout(stages, num_blocks, tied)
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """Return the module that does the work inside peft's wrappers."""
+    if hasattr(module, "modules_to_save"):
+        return next(iter(module.modules_to_save.values()))
+    return getattr(module, "base_layer", module)
+
+
+def _parameters_of(model: nn.Module, module: nn.Module | None) -> set[str]:
+    if module is None:
+        return set()
+    members = {id(parameter) for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in members}
+
+
+def _parts(
+    built: BuiltModel, stage: str, members: list[tuple[str, nn.Parameter]]
+) -> tuple[Part, ...]:
+    groups: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in members:
+        groups.setdefault((name in built.trained, parameter.dtype), []).append((name, parameter))
+    parts = []
+    for (trained, dtype), tensors in groups.items():
+        offset, specs = 0, []
+        for name, parameter in tensors:
+            specs.append(
+                TensorSpec(
+                    name, tuple(parameter.shape), offset, parameter.numel(), name in built.decay
+                )
+            )
+            offset += -(-parameter.numel() // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        numel = -(-offset // PART_ALIGNMENT) * PART_ALIGNMENT
+        name = stage if len(groups) == 1 else f"{stage}.{str(dtype).removeprefix('torch.')}"
+        name = name if trained else f"{name}.frozen"
+        parts.append(Part(name, stage, dtype, trained, tuple(specs), numel))
+    return tuple(parts)
+
