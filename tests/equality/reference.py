@@ -9,7 +9,7 @@ It is written to be read, not to be fast or general: no shuffling, no packing, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,15 +91,17 @@ def round_half_up(master: Tensor) -> Tensor:
 
 def train_in_memory(
     model_dir: Path,
-    rows: Sequence[Row],
+    rows: Sequence[Any],
     settings: Mapping[str, Any],
     *,
     eval_rows: Sequence[Row] = (),
+    is_windows: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> ReferenceResult:
     """Train the checkpoint on the rows, as a user of transformers and peft would.
 
     Args:
+        rows: The rows, used in this order in every epoch; or, if `is_windows`, the list of rows of each step.
         settings: Overrides of `DEFAULTS`; other keys (paths, budgets, I/O) are ignored.
         compute_dtype: float64 measures how much of a float32 run is rounding noise.
     """
@@ -115,10 +117,13 @@ def train_in_memory(
         eps=given["adam_epsilon"],
     )
 
-    windows = list(
-        _windows(rows, given["per_device_train_batch_size"], given["gradient_accumulation_steps"])
-    )
-    total = given["max_steps"] or math.ceil(len(windows) * given["num_train_epochs"])
+    batch_size = given["per_device_train_batch_size"]
+    if is_windows:
+        windows = [_cut(window, batch_size) for window in rows]
+        total = len(windows)
+    else:
+        windows = _cut(_cut(rows, batch_size), given["gradient_accumulation_steps"])
+        total = given["max_steps"] or math.ceil(len(windows) * given["num_train_epochs"])
     warmup = given["warmup_steps"]
     scheduler = get_scheduler(
         given["lr_scheduler_type"],
@@ -198,7 +203,9 @@ class _MasterWeights:
         if given["dtype"] != "bf16":
             return
         # A float32 checkpoint gives the masters all its bits; parameters that are new (adapters) are exact.
-        exact = {} if self._lora else dict(_load(model_dir, given, torch.float32).named_parameters())
+        exact = (
+            {} if self._lora else dict(_load(model_dir, given, torch.float32).named_parameters())
+        )
         for name, parameter in self._trained.items():
             if parameter.dtype == torch.bfloat16:
                 master = exact.get(name, parameter).detach().float().clone()
@@ -285,11 +292,9 @@ def _groups(model: nn.Module, weights: _MasterWeights, decay: float) -> list[dic
     return groups
 
 
-def _windows(rows: Sequence[Row], batch: int, accumulation: int) -> Iterator[list[list[Row]]]:
-    """Cut the rows into micro-batches and those into accumulation windows; the last may be partial."""
-    micro = [list(rows[start : start + batch]) for start in range(0, len(rows), batch)]
-    for start in range(0, len(micro), accumulation):
-        yield micro[start : start + accumulation]
+def _cut(items: Sequence[Any], size: int) -> list[Any]:
+    """Cut a sequence into pieces of a size; the last may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _collate(rows: Sequence[Row], side: str) -> dict[str, Tensor]:
