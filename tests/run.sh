@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Run the tests: bash tests/run.sh [PYTEST OPTIONS]. Sets up .venv first if that is needed.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/../tools/venv.sh" dev
+cd "$root"
+exec "$python" -m pytest -n "${SSDTUNE_TEST_JOBS:-2}" "$@"
