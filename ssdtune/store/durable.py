@@ -1,0 +1,81 @@
+"""Files that survive a crash whole or not at all: write aside, sync, rename, sync the directory.
+
+Used for owner records here and for checkpoints by `ssdtune.train`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ssdtune.errors import StorageError
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Replace a JSON file; after a crash either the old or the new content is there, whole.
+
+    Raises:
+        StorageError: It could not be written; the old file is still there.
+    """
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    data = text.encode("utf-8", "surrogateescape")
+    temporary = path.with_name(f".{path.name}.tmp")
+    with _storage_errors("write", path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    fsync_dir(path.parent)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in a directory durable.
+
+    Raises:
+        StorageError: The directory could not be opened or synced.
+    """
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def replace_dir(tmp: Path, final: Path) -> None:
+    """Make a folder durable and give it its final name, at once; `final` must not exist, or be empty.
+
+    Raises:
+        StorageError: A sync or the rename failed; `tmp` is still there.
+    """
+    for folder, _, names in os.walk(tmp, topdown=False):
+        for name in names:
+            _fsync(Path(folder, name), os.O_RDONLY)
+        fsync_dir(Path(folder))
+    with _storage_errors("rename", final):
+        tmp.rename(final)
+    fsync_dir(final.parent)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    with _storage_errors("sync", path):
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _storage_errors(operation: str, path: Path) -> Iterator[None]:
+    """Turn the system's errors into ours, with operation and path."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(operation, path, errno=error.errno or 0) from error

@@ -1,0 +1,234 @@
+"""Is there room, and keeping it: free bytes per file system, refusal with numbers, real reservation.
+
+Nothing here knows what a unit is. The caller sums up what a whole run will write and asks once, before
+anything is written. Read `ssdtune.store.directories` next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ssdtune.errors import CapacityError, StorageError
+from ssdtune.units import format_disk
+
+logger = logging.getLogger(__name__)
+
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+_COPY_ON_WRITE = {"btrfs", "zfs", "bcachefs"}
+
+
+class Need(NamedTuple):
+    """Bytes that something will take at a path, which need not exist yet.
+
+    If the path is a file that exists, what it holds already is counted as room.
+    """
+
+    path: Path
+    nbytes: int
+    purpose: str
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """The file system that a path is on, or will be on.
+
+    Attributes:
+        device: Number that tells file systems apart (st_dev).
+        mount_point: Where it is mounted.
+        type: Name such as "ext4" or "tmpfs"; empty if unknown.
+        free_bytes: What an ordinary user may still write.
+    """
+
+    device: int
+    mount_point: Path
+    type: str
+    free_bytes: int
+
+
+def file_system_of(path: Path) -> FileSystem:
+    """Return the file system of a path, or of its nearest existing parent.
+
+    Raises:
+        StorageError: It cannot be asked.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        device = path.stat().st_dev
+        figures = os.statvfs(path)
+    except OSError as error:
+        raise StorageError("open", path, errno=error.errno or 0) from error
+    mount_point, type_name = _mount_of(path)
+    return FileSystem(device, mount_point, type_name, figures.f_bavail * figures.f_frsize)
+
+
+def check_space(needs: Iterable[Need | tuple[Path, int, str]]) -> None:
+    """Refuse a run that won't fit, before it begins.
+
+    Args:
+        needs: Everything that the run will write; summed up per file system.
+
+    Raises:
+        CapacityError: Some file systems are too small; all of them are named, with numbers.
+    """
+    by_device: dict[int, list[Need]] = defaultdict(list)
+    systems: dict[int, FileSystem] = {}
+    for need in (Need(*n) for n in needs):
+        system = file_system_of(need.path)
+        systems.setdefault(system.device, system)
+        by_device[system.device].append(need)
+    problems = []
+    for device, items in by_device.items():
+        system = systems[device]
+        needed = sum(need.nbytes for need in items)
+        held = sum(_allocated_bytes(need.path) for need in items)
+        if needed <= system.free_bytes + held:
+            continue
+        what = ", ".join(f"{format_disk(n.nbytes)} for {n.purpose} in {n.path}" for n in items)
+        kept = f" and {format_disk(held)} are held there by ssdtune's own files" if held else ""
+        missing = needed - system.free_bytes - held
+        problems.append(
+            f"not enough space on {system.mount_point} ({system.type or 'unknown file system'}): "
+            f"{format_disk(needed)} needed ({what}), {format_disk(system.free_bytes)} are free{kept}. "
+            f"Free {format_disk(missing)} or more there, or name other or more drives"
+        )
+    if problems:
+        raise CapacityError(
+            "\n".join(problems)
+            + " (swap_dirs, output_dir), lower save_total_limit, or set method: lora."
+        )
+
+
+def memory_warning(path: Path) -> str | None:
+    """Return a warning if a directory is no drive at all; I/O backends log one of their own."""
+    system = file_system_of(path)
+    if system.type not in _IN_MEMORY:
+        return None
+    return (
+        f"{path} is on {system.type}: this is RAM, not a drive; states there take host memory. "
+        "Name a directory on an SSD in swap_dirs."
+    )
+
+
+def copy_on_write_warning(path: Path) -> str | None:
+    """Return a warning if the file system writes changed data elsewhere than reserved."""
+    system = file_system_of(path)
+    if system.type not in _COPY_ON_WRITE:
+        return None
+    return (
+        f"{path} is on {system.type}, which writes changed data elsewhere: space reserved there is no "
+        "guarantee, and the run may still find the drive full."
+    )
+
+
+def reserve(path: Path, nbytes: int) -> bool:
+    """Make a file at least so long, with all its blocks allocated, so that no write meets a full drive.
+
+    What the file holds stays; new bytes read as zero. Existing blocks are kept. The new size is durable.
+
+    Returns:
+        False if the file system cannot reserve; the file then has holes, and a warning was logged.
+
+    Raises:
+        CapacityError: There is no room, or the file would be larger than allowed.
+        StorageError: Any other failure.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StorageError("open", path, errno=error.errno or 0) from error
+    try:
+        code = _fallocate(descriptor, nbytes) if nbytes else 0
+        reserved = code == 0
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            logger.warning(
+                "%s: the file system cannot reserve space; the run may find the drive full later.",
+                path,
+            )
+            if os.fstat(descriptor).st_size < nbytes:
+                os.ftruncate(descriptor, nbytes)
+        elif code:
+            raise OSError(code, os.strerror(code))
+        os.fsync(descriptor)
+        return reserved
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = format_disk(file_system_of(path).free_bytes)
+            raise CapacityError(
+                f"cannot reserve {format_disk(nbytes)} for {path}: {free} are free"
+                f" [{errno.errorcode[error.errno]}]. Free space there, or name other or more drives in"
+                " swap_dirs."
+            ) from error
+        if error.errno == errno.EFBIG:
+            raise CapacityError(
+                f"cannot reserve {format_disk(nbytes)} for {path}: larger than a file may be there"
+                ' [EFBIG]. Check "ulimit -f", or name more or other directories in swap_dirs.'
+            ) from error
+        raise StorageError("allocate", path, errno=error.errno or 0, wanted=nbytes) from error
+    finally:
+        os.close(descriptor)
+
+
+def _fallocate(descriptor: int, nbytes: int) -> int:
+    """Allocate blocks and return an errno.
+
+    Not `os.posix_fallocate`: the C library's version writes to every block where the file system has no
+    such call, which takes hours for the sizes used here.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    call = getattr(library, "fallocate64", None) or library.fallocate
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    call.restype = ctypes.c_int
+    while True:
+        if call(descriptor, 0, 0, nbytes) == 0:
+            return 0
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            return code
+
+
+def _allocated_bytes(path: Path) -> int:
+    """Return the bytes of blocks that a file holds; 0 if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0
+    return status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
+
+
+def _mount_of(path: Path) -> tuple[Path, str]:
+    """Return mount point and type by the longest matching line of the mount table."""
+    best = (Path("/"), "")
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return best
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        name = left.split(" ")[4].encode("utf-8", "surrogateescape")
+        mount_point = Path(os.fsdecode(_unescape(name)))
+        if path.is_relative_to(mount_point) and len(mount_point.parts) >= len(best[0].parts):
+            best = (mount_point, right.split(" ")[0])
+    return best
+
+
+def _unescape(name: bytes) -> bytes:
+    """Undo the octal escapes of the mount table."""
+    for escaped, plain in (
+        (b"\\040", b" "),
+        (b"\\011", b"\t"),
+        (b"\\012", b"\n"),
+        (b"\\134", b"\\"),
+    ):
+        name = name.replace(escaped, plain)
+    return name
