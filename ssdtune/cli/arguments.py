@@ -10,17 +10,16 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ssdtune import __version__
 from ssdtune.config.aliases import ALIASES, REFUSED
-from ssdtune.config.leaves import Leaf, all_leaves
+from ssdtune.config.leaves import all_leaves, describe
 from ssdtune.config.load import load_config
 from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError
-from ssdtune.units import format_memory
 
 _PREFIX = "setting:"
 """Marks the parsed values that are settings."""
@@ -78,46 +77,76 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     )
     commands: dict[str, Parser] = {}
 
-    def command(name: str, text: str, *, json: bool = True) -> Parser:
-        sub: Parser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:])
+    def command(name: str, text: str, usage: str = "") -> Parser:
+        sub: Parser = subparsers.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            usage=f"ssdtune {name} {usage} [flags]",
+        )
         _add_verbosity(sub, top=False)
-        if json:
-            sub.add_argument("--json", action="store_true", help="print one JSON document instead")
+        sub.add_argument("--json", action="store_true", help="print one JSON document instead")
         commands[name] = sub
         return sub
 
-    finetune = command("finetune", "fine-tune a model and write the tuned weights or adapter")
+    finetune = command(
+        "finetune",
+        "fine-tune a model and write the tuned weights or adapter",
+        "[MODEL] [--config FILE]",
+    )
     add_settings(finetune)
-    plan = command("plan", "say what a run needs and how long it takes; exit code 3: does not fit")
+    plan = command(
+        "plan",
+        "say what a run needs and how long it takes; exit code 3: does not fit",
+        "[MODEL] [--config FILE]",
+    )
     add_settings(plan)
-    data = command("data", "show how rows become tokens and labels")
+    data = command("data", "show how rows become tokens and labels", "[MODEL] [--config FILE]")
     data.add_argument("--rows", type=int, default=3, metavar="N", help="rows to show (default: 3)")
     add_settings(data)
-    profile = command("profile", "measure drives, memory, Adam and compute, and keep the result")
+    profile = command(
+        "profile", "measure drives, memory, Adam and compute, and keep the result", "[DIR ...]"
+    )
     profile.add_argument("swap_dir", nargs="*", metavar="DIR", help="folders on drives to measure")
     profile.add_argument("--output", metavar="FILE", help="profile file to write")
     profile.add_argument("--quick", action="store_true", help="shorter and less exact")
-    doctor = command("doctor", "say what works on this machine; exit code 3: not usable")
+    doctor = command(
+        "doctor", "say what works on this machine; exit code 3: not usable", "[DIR ...]"
+    )
     doctor.add_argument("swap_dir", nargs="*", metavar="DIR", help="swap folders to look at")
-    export = command("export", "write the weights or adapter of a checkpoint for transformers")
+    export = command(
+        "export",
+        "write the weights or adapter of a checkpoint for transformers",
+        "CHECKPOINT --output-dir DIR",
+    )
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint-N folder of a run")
     export.add_argument("--output-dir", required=True, metavar="DIR", help="new folder to write")
     export.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base")
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="(default: 5GB)")
     _add_try_commands(command)
-    demo = command("demo", "make a small model, fine-tune it from SSD, export it and try it")
+    demo = command(
+        "demo", "make a small model, fine-tune it from SSD, export it and try it", "[MODEL]"
+    )
     demo.add_argument("--demo-dir", default="demo", metavar="DIR", help="(default: demo)")
     add_settings(demo)
     return parser, commands
 
 
 def _add_try_commands(command: Any) -> None:
-    generate = command("generate", "continue a prompt with a model, loaded whole by transformers")
+    generate = command(
+        "generate",
+        "continue a prompt with a model, loaded whole by transformers",
+        "MODEL --prompt TEXT",
+    )
     generate.add_argument("model", metavar="MODEL", help="checkpoint or adapter folder")
     generate.add_argument("--prompt", required=True, help="text to continue")
     generate.add_argument("--max-new-tokens", type=int, default=64, help="(default: 64)")
     generate.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
-    evaluate = command("eval", "mean loss of a model on a jsonl, loaded whole by transformers")
+    evaluate = command(
+        "eval",
+        "mean loss of a model on a jsonl, loaded whole by transformers",
+        "MODEL --eval-file FILE",
+    )
     add_settings(evaluate)
 
 
@@ -149,7 +178,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     for leaf in all_leaves().values():
         if leaf.section not in groups:
             groups[leaf.section] = parser.add_argument_group(f"{leaf.section} settings")
-        _add_flag(groups[leaf.section], leaf.flag, leaf.flat, describe(leaf), bool in leaf.types)
+        text = describe(leaf).replace("%", "%%")
+        _add_flag(groups[leaf.section], leaf.flag, leaf.flat, text, bool in leaf.types)
     for name in [*ALIASES, *REFUSED]:
         _add_flag(
             parser, "--" + name.replace("_", "-"), name, argparse.SUPPRESS,
@@ -168,31 +198,6 @@ def _add_flag(group: Any, flag: str, name: str, text: str, boolean: bool) -> Non
     else:
         options["metavar"] = name.rpartition("_")[2].upper()
     group.add_argument(flag, help=text, **options)
-
-
-def describe(leaf: Leaf) -> str:
-    """Return the help text of a setting with its choices, unit and default."""
-    parts = [leaf.meta["help"]]
-    if leaf.meta["choices"]:
-        parts.append(f"one of {', '.join(leaf.meta['choices'])}")
-    notes = [leaf.meta["unit"]] if leaf.meta["unit"] else []
-    if leaf.default not in (None, "", []):
-        notes.append(f"default: {format_default(leaf)}")
-    if notes:
-        parts.append(f"({', '.join(notes)})")
-    text = "; ".join(parts[:-1]) + " " + parts[-1] if notes else "; ".join(parts)
-    return text.replace("%", "%%")
-
-
-def format_default(leaf: Leaf) -> str:
-    """Return the default as people write it in YAML."""
-    if isinstance(leaf.default, bool):
-        return str(leaf.default).lower()
-    if leaf.default is None or leaf.default in ("", []):
-        return ""
-    if leaf.meta["size"]:
-        return format_memory(leaf.default).replace(".00", "").replace(".0", "").replace(" ", "")
-    return f"{leaf.default:g}" if isinstance(leaf.default, float) else str(leaf.default)
 
 
 def settings_from(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Config:
@@ -221,8 +226,3 @@ def settings_from(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     if defaults is not None and source is None:
         source = load_config(defaults)
     return load_config(Path(source) if isinstance(source, str) else source, overrides, flags=True)
-
-
-def flags_of(leaves: Iterable[Leaf]) -> list[str]:
-    """Return the flags of settings, for messages and tests."""
-    return [leaf.flag for leaf in leaves]

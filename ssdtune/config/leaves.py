@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssdtune.config.schema import Config
-from ssdtune.units import parse_size
+from ssdtune.units import format_memory, parse_size
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
@@ -100,6 +100,29 @@ def all_leaves() -> Mapping[str, Leaf]:
 def leaves_by_flat_name() -> Mapping[str, Leaf]:
     """Return every setting by its flat name."""
     return types.MappingProxyType({leaf.flat: leaf for leaf in all_leaves().values()})
+
+
+def describe(leaf: Leaf) -> str:
+    """Return the help text of a setting with its choices, unit and default."""
+    text = str(leaf.meta["help"])
+    if leaf.meta["choices"]:
+        text += f"; one of {', '.join(leaf.meta['choices'])}"
+    notes = [leaf.meta["unit"]] if leaf.meta["unit"] else []
+    if default := format_default(leaf):
+        notes.append(f"default: {default}")
+    return f"{text} ({', '.join(notes)})" if notes else text
+
+
+def format_default(leaf: Leaf) -> str:
+    """Return the default as people write it in YAML; empty where there is none."""
+    default = leaf.default
+    if isinstance(default, bool):
+        return str(default).lower()
+    if default is None or default in ("", []):
+        return ""
+    if leaf.meta["size"]:
+        return re.sub(r"\.0+ | ", "", format_memory(default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _members(hint: Any) -> tuple[type, ...]:

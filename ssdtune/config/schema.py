@@ -74,7 +74,7 @@ class LoraSettings:
     """LoRA, with peft's names and meanings."""
 
     r: int = setting(8, "rank", low=1)
-    lora_alpha: float = setting(16, "scale: the update is multiplied by lora_alpha / r", low=0)
+    lora_alpha: float = setting(16.0, "scale: the update is multiplied by lora_alpha / r", low=0)
     lora_dropout: float = setting(0.0, "dropout before the adapter", low=0, high=0.999)
     target_modules: str | list[str] = setting(
         "all-linear", "list of module names, a regular expression, or all-linear"
@@ -125,7 +125,7 @@ class TrainingConfig:
         "learning-rate schedule",
         choices=("linear", "cosine", "constant", "constant_with_warmup"),
     )
-    warmup_steps: float = setting(0, "steps, or a share of the run if below 1", low=0)
+    warmup_steps: float = setting(0.0, "steps, or a share of the run if below 1", low=0)
     optim: str = setting("adamw", "optimizer", choices=("adamw",))
     weight_decay: float = setting(0.0, "decoupled decay, not applied to biases and norms", low=0)
     adam_beta1: float = setting(0.9, "decay of the first moment", low=0, high=0.999999)
