@@ -287,8 +287,12 @@ class Store:
                 self._checksums.record(key, spec.extent_bytes, offset, values)
         return ticket
 
-    def commit(self, unit: str) -> None:
+    def commit(self, unit: str, *, states: Sequence[str] | None = None) -> None:
         """Make what was written of a unit its live version.
+
+        Args:
+            states: The states that must have been written whole; all versioned ones by default. Others of a
+                fresh place hold nothing, and must not be read before they are written.
 
         Raises:
             ValueError: Nothing was written, a write failed or was not waited for, or, in a fresh place,
@@ -296,7 +300,12 @@ class Store:
         """
         with self._lock:
             self._versions.commit(
-                unit, {s.name: s.extent_bytes for s in self._versioned_states(unit)}
+                unit,
+                {
+                    s.name: s.extent_bytes
+                    for s in self._versioned_states(unit)
+                    if states is None or s.name in states
+                },
             )
 
     def discard(self, unit: str) -> None:
