@@ -43,16 +43,20 @@ class Device(Protocol):
     def memory(self) -> DeviceMemory:
         """Return the device's memory figures."""
 
-    def mirror(self, host: torch.Tensor) -> torch.Tensor:
-        """Return the device memory that stands for a host buffer (uint8 [N]), made once per buffer."""
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Return device memory (uint8 [N]) for copies of host buffers; None if host memory is used in place."""
 
-    def upload(self, host: torch.Tensor, mirror: torch.Tensor) -> Event:
-        """Start copying host bytes to their mirror, after all compute that was issued before."""
+    def upload(self, host: torch.Tensor, place: torch.Tensor | None) -> tuple[torch.Tensor, Event]:
+        """Start bringing host bytes to the device, after all compute that was issued before.
+
+        Returns:
+            Where they can be computed on once the event is over: `place`, or `host` itself.
+        """
 
     def download(self, source: torch.Tensor, host: torch.Tensor) -> Event:
         """Start copying a device tensor to host memory, after the compute issued so far.
 
-        The caller keeps both alive until the event.
+        The caller keeps both alive until the event. Nothing is done if they are the same memory.
         """
 
     def compute_waits(self, event: Event) -> None:

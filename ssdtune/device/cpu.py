@@ -36,17 +36,18 @@ class CpuDevice:
         figures = psutil.virtual_memory()
         return DeviceMemory(figures.total, figures.available, psutil.Process().memory_info().rss)
 
-    def mirror(self, host: torch.Tensor) -> torch.Tensor:
-        """Return the host memory itself."""
-        return host
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Return None: host memory is used in place."""
+        return None
 
-    def upload(self, host: torch.Tensor, mirror: torch.Tensor) -> Event:
-        """Do nothing: both are the same memory."""
-        return _DONE
+    def upload(self, host: torch.Tensor, place: torch.Tensor | None) -> tuple[torch.Tensor, Event]:
+        """Do nothing."""
+        return host, _DONE
 
     def download(self, source: torch.Tensor, host: torch.Tensor) -> Event:
         """Copy at once."""
-        host.copy_(source)
+        if source.data_ptr() != host.data_ptr():
+            host.copy_(source)
         return _DONE
 
     def compute_waits(self, event: Event) -> None:

@@ -38,16 +38,17 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return DeviceMemory(total, free, torch.cuda.max_memory_allocated(self.torch_device))
 
-    def mirror(self, host: torch.Tensor) -> torch.Tensor:
-        """Allocate device memory of the buffer's size."""
-        return torch.empty_like(host, device=self.torch_device)
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Allocate device memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def upload(self, host: torch.Tensor, mirror: torch.Tensor) -> Event:
-        """Copy on the upload stream once the compute issued so far (the mirror's last readers) is done."""
+    def upload(self, host: torch.Tensor, place: torch.Tensor | None) -> tuple[torch.Tensor, Event]:
+        """Copy on the upload stream once the compute issued so far (the place's last readers) is done."""
+        assert place is not None
         self._up.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(self._up):
-            mirror.copy_(host, non_blocking=True)
-        return _CudaEvent(self._up)
+            place.copy_(host, non_blocking=True)
+        return place, _CudaEvent(self._up)
 
     def download(self, source: torch.Tensor, host: torch.Tensor) -> Event:
         """Copy on the download stream once the compute issued so far is done."""

@@ -18,11 +18,15 @@ from torch import nn
 from ssdtune.config.schema import LoraSettings
 from ssdtune.errors import ConfigError, UnsupportedModelError
 
+from ssdtune.model.keys import KeyMap
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from ssdtune.model.checkpoint import HfCheckpoint
 
 ADAPTER = "default"
 
@@ -34,6 +38,7 @@ class BuiltModel:
     Attributes:
         model: The causal language model, parameters on meta; peft's layers inside if there is an adapter.
         peft: The peft wrapper around it, None for full fine-tuning.
+        keymap: How the checkpoint's tensors make the parameters of the model without adapters.
         trained: Names (in `model`) of the parameters that are trained.
         initial: First values of the parameters that no checkpoint of the base has (adapters), fp32 on CPU.
         decay: Names of the parameters that weight decay applies to.
@@ -41,6 +46,7 @@ class BuiltModel:
 
     model: PreTrainedModel
     peft: PeftModel | None
+    keymap: KeyMap
     trained: frozenset[str]
     decay: frozenset[str]
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -53,7 +59,7 @@ def base_name(name: str) -> str:
 
 
 def build_model(
-    path: Path,
+    checkpoint: HfCheckpoint,
     *,
     dtype: torch.dtype,
     attn_implementation: str | None = None,
@@ -65,7 +71,7 @@ def build_model(
     """Build the model of a checkpoint folder.
 
     Args:
-        path: Folder with config.json.
+        checkpoint: The opened folder; its tensors are matched with the model's parameters.
         dtype: Compute dtype of the weights (some modules insist on fp32, as transformers lets them).
         lora: Put in new adapters.
         adapter: Folder of an adapter to go on training, instead of new ones.
@@ -77,6 +83,7 @@ def build_model(
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    path = checkpoint.path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if getattr(config, "is_encoder_decoder", False):
@@ -96,13 +103,13 @@ def build_model(
         raise UnsupportedModelError(
             f"{path}: transformers cannot build this as a causal language model: {_first_line(error)}"
         ) from error
-    model.tie_weights()
+    keymap = KeyMap.build(model, checkpoint)
     _keep_in_fp32(model, dtype)
     if lora is None and adapter is None:
         for parameter in model.parameters():
             parameter.requires_grad_(True)
-        return BuiltModel(model, None, frozenset(_names(model)), _decayed(model))
-    return _with_adapter(model, lora, adapter, seed)
+        return BuiltModel(model, None, keymap, frozenset(_names(model)), _decayed(model))
+    return _with_adapter(model, keymap, lora, adapter, seed)
 
 
 def _first_line(error: Exception) -> str:
@@ -166,7 +173,7 @@ def _decayed(model: nn.Module) -> frozenset[str]:
 
 
 def _with_adapter(
-    model: PreTrainedModel, lora: LoraSettings | None, adapter: Path | None, seed: int
+    model: PreTrainedModel, keymap: KeyMap, lora: LoraSettings | None, adapter: Path | None, seed: int
 ) -> BuiltModel:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
@@ -202,7 +209,7 @@ def _with_adapter(
         parameter.data = parameter.data.to("meta")
     if not trained:
         raise ConfigError("the adapter settings train nothing; check target_modules.")
-    return BuiltModel(inner, peft, frozenset(trained), _decayed(inner), initial)
+    return BuiltModel(inner, peft, keymap, frozenset(trained), _decayed(inner), initial)
 
 
 def _is_new(name: str) -> bool:

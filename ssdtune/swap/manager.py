@@ -1,0 +1,392 @@
+"""The swap manager: where every part of the model is, and how it gets to where it is needed.
+
+It carries out the loading, uploading, gradient and input operations of a schedule; it decides nothing. A
+stage's weights are read into a weight slot (streamed parts) or are in memory already (resident parts), and
+brought to the device from there. The first read of a part comes from the original checkpoint; trained parts
+then go to the store at once (imported), frozen ones never do.
+
+The optimizer's pass over the states is `ssdtune.optim.update`; what lies on the drives `ssdtune.store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ssdtune.device.base import Device
+from ssdtune.io.buffers import Buffer, BufferPool, aligned_size
+from ssdtune.model.build import base_name
+from ssdtune.model.layout import ModelLayout, Part, Stage
+from ssdtune.model.source import WeightSource
+from ssdtune.plan.residency import MemoryPlan
+from ssdtune.store.layout import StateSpec, UnitSpec
+from ssdtune.store.store import Store
+
+Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+STATE_DTYPES = {"low": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+
+def state_dtypes(part: Part) -> dict[str, torch.dtype]:
+    """Return the versioned states of a trained part: weights first, `low` only for split masters."""
+    states = {"weights": part.dtype, **STATE_DTYPES}
+    if part.dtype == torch.float32:
+        del states["low"]
+    return states
+
+
+def unit_specs(layout: ModelLayout, plan: MemoryPlan, input_bytes: int, num_inputs: int) -> list[UnitSpec]:
+    """Return what the store must have room for.
+
+    Args:
+        input_bytes: Bytes of one block input, a multiple of 4096.
+        num_inputs: Micro-batches of a step.
+    """
+    kinds = {"weights": "weights", "low": "master", "exp_avg": "moments", "exp_avg_sq": "moments"}
+    units = []
+    for part in layout.trained_parts:
+        states = [
+            StateSpec(name, part.numel * dtype.itemsize, kinds[name], True)
+            for name, dtype in state_dtypes(part).items()
+        ]
+        if plan.gradients == "ssd":
+            states.append(StateSpec("gradient", part.numel * 4, "gradients", False))
+        units.append(UnitSpec(part.name, tuple(states)))
+    if plan.input_slots:
+        units += [
+            UnitSpec(input_unit(f"block.{b}", m), (StateSpec("inputs", input_bytes, "activations", False),))
+            for b in range(layout.num_blocks)
+            for m in range(num_inputs)
+        ]
+    return units
+
+
+def input_unit(stage: str, micro_batch: int) -> str:
+    """Return the name of the unit that holds one block input."""
+    return f"{stage}.input.{micro_batch}"
+
+
+@dataclass
+class _WeightSlot:
+    host: torch.Tensor
+    place: torch.Tensor | None
+    stage: str = ""
+    on_device: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _GradientSlot:
+    host: torch.Tensor
+    on_device: torch.Tensor
+
+
+@dataclass
+class ResidentPart:
+    """A part whose states are all in memory, each a flat tensor [N]."""
+
+    states: dict[str, torch.Tensor]
+
+
+class SwapManager:
+    """Moves parts, gradients and block inputs between SSD, host and device.
+
+    Args:
+        layout: The model's stages and parts.
+        plan: What is resident, and how many slots there are.
+        source: Reads original weights.
+        initial: First values of parameters that the original checkpoint lacks, by name.
+        split: Makes (high, low) halves of fp32 masters.
+        store: Holds the states of trained parts.
+        pool: All buffers come from it, at construction.
+        input_bytes: Bytes of one block input.
+
+    Attributes:
+        fresh: Trained parts that never had an optimizer step: their moments are zero and nowhere stored.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        plan: MemoryPlan,
+        *,
+        source: WeightSource,
+        initial: Mapping[str, torch.Tensor],
+        split: Split,
+        store: Store,
+        device: Device,
+        pool: BufferPool,
+        input_bytes: int,
+    ) -> None:
+        self.layout = layout
+        self.plan = plan
+        self.store = store
+        self.device = device
+        self.fresh: set[str] = {part.name for part in layout.trained_parts}
+        self._source = source
+        self._initial = initial
+        self._split = split
+        self._pool = pool
+        self._resident: dict[str, ResidentPart] = {}
+        self._weights = self._make_weight_slots()
+        self._gradients = self._make_gradient_slots()
+        self._inputs = [self._buffer(input_bytes, "block inputs") for _ in range(plan.input_slots)]
+        self._input_shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+
+    def _buffer(self, num_bytes: int, purpose: str) -> torch.Tensor:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return _bytes_of(self._pool.take(num_bytes, purpose))
+
+    def _stages_by_class(self) -> dict[str, list[Stage]]:
+        classes: dict[str, list[Stage]] = {"outer": [], "ends": [], "block": []}
+        for stage in self.layout.stages.values():
+            name = "ends" if stage.name in ("embed", "head") else stage.name.partition(".")[0]
+            classes[name].append(stage)
+        return classes
+
+    def _make_weight_slots(self) -> dict[str, _WeightSlot]:
+        slots = {}
+        for name, stages in self._stages_by_class().items():
+            streamed = max(sum(p.weight_bytes for p in s.parts if self._streams(p)) for s in stages)
+            whole = max(sum(aligned_size(p.weight_bytes) for p in s.parts) for s in stages)
+            names = [f"block.{i}" for i in range(self.plan.block_slots)] if name == "block" else [name]
+            for slot in names:
+                host = self._buffer(streamed, f"weights of {name}")
+                slots[slot] = _WeightSlot(host, self.device.allocate(whole))
+        return slots
+
+    def _make_gradient_slots(self) -> dict[str, _GradientSlot]:
+        sizes: dict[str, int] = {}
+        if self.plan.gradients == "host":
+            sizes = {stage.name: _gradient_numel(stage) for stage in self.layout.stages.values()}
+        else:
+            for name, stages in self._stages_by_class().items():
+                numel = max(_gradient_numel(stage) for stage in stages)
+                count = self.plan.gradient_slots if name == "block" else 1
+                names = [f"block.{i}" for i in range(count)] if name == "block" else [name]
+                sizes |= dict.fromkeys(names, numel)
+        slots = {}
+        for name, numel in sizes.items():
+            host = self._buffer(4 * numel, "gradients").view(torch.float32)
+            place = self.device.allocate(4 * numel) if numel else None
+            slots[name] = _GradientSlot(host, host if place is None else place.view(torch.float32))
+        return slots
+
+    def _streams(self, part: Part) -> bool:
+        return part.name not in self.plan.resident
+
+    # Weights
+
+    def load(self, stage_name: str, slot_name: str) -> None:
+        """Bring a stage's weights into host memory: streamed parts into the slot. Blocks."""
+        slot, offset, tickets = self._weights[slot_name], 0, []
+        slot.stage = stage_name
+        for part in self.layout.stages[stage_name].parts:
+            if not self._streams(part):
+                self.resident(part)
+                continue
+            piece = slot.host[offset : offset + part.weight_bytes]
+            offset += part.weight_bytes
+            if not part.trained:
+                self._read_original(part, piece.view(part.dtype))
+            elif self.store.version(part.name) is None:
+                self._import(part, piece.view(part.dtype))
+            else:
+                tickets.append(self.store.read(part.name, "weights", memoryview(piece.numpy())))
+        for ticket in tickets:
+            ticket.wait()
+
+    def load_bytes(self, stage: Stage) -> int:
+        """Return the bytes that loading a stage reads."""
+        return sum(part.weight_bytes for part in stage.parts if self._streams(part))
+
+    def upload(self, stage_name: str, slot_name: str) -> None:
+        """Bring a loaded stage to the device. Blocks until the copy is done."""
+        slot, offset, place_offset = self._weights[slot_name], 0, 0
+        slot.on_device.clear()
+        events = []
+        for part in self.layout.stages[stage_name].parts:
+            if self._streams(part):
+                host = slot.host[offset : offset + part.weight_bytes]
+                offset += part.weight_bytes
+            else:
+                host = self._resident[part.name].states["weights"].view(torch.uint8)
+            place = slot.place
+            if place is not None:
+                place = place[place_offset : place_offset + part.weight_bytes]
+                place_offset += aligned_size(part.weight_bytes)
+            there, event = self.device.upload(host, place)
+            slot.on_device[part.name] = there.view(part.dtype)
+            events.append(event)
+        for event in events:
+            event.wait()
+
+    def weights(self, stage_name: str, slot_name: str) -> dict[str, torch.Tensor]:
+        """Return an uploaded stage's parameters by name: views on the device, valid until the slot is reused."""
+        slot = self._weights[slot_name]
+        assert slot.stage == stage_name, f"slot {slot_name} holds {slot.stage}, not {stage_name}"
+        return {
+            spec.name: part.view(slot.on_device[part.name], spec)
+            for part in self.layout.stages[stage_name].parts
+            for spec in part.tensors
+        }
+
+    def _read_original(self, part: Part, weights: torch.Tensor) -> None:
+        into = {base_name(spec.name): part.view(weights, spec) for spec in part.tensors}
+        self._source.load(list(into), into)
+
+    def _first_values(self, part: Part, weights: torch.Tensor, low: torch.Tensor | None) -> None:
+        """Fill a trained part from the original checkpoint or from its initial values."""
+        stored = [spec for spec in part.tensors if spec.name not in self._initial]
+        high = {base_name(spec.name): part.view(weights, spec) for spec in stored}
+        if low is None:
+            self._source.load(list(high), high)
+        else:
+            lows = {base_name(spec.name): part.view(low, spec) for spec in stored}
+            self._source.load_split(list(high), high, lows, self._split)
+        for spec in part.tensors:
+            if spec.name in self._initial:
+                if low is None:
+                    part.view(weights, spec).copy_(self._initial[spec.name])
+                else:
+                    upper, lower = self._split(self._initial[spec.name].reshape(-1))
+                    part.view(weights, spec).view(-1).copy_(upper)
+                    part.view(low, spec).view(-1).copy_(lower)
+
+    def _import(self, part: Part, weights: torch.Tensor) -> None:
+        """Read a trained part for the first time and write it to the store.
+
+        The low half is made in the part's gradient slot, which nothing uses before the first backward pass.
+        """
+        low = None
+        if part.dtype != torch.float32:
+            low = self.gradient(part, self.gradient_slot(part.stage))[0].view(torch.int16)[: part.numel]
+        self._first_values(part, weights, low)
+        tickets = [self.store.write(part.name, "weights", as_bytes(weights))]
+        if low is not None:
+            tickets.append(self.store.write(part.name, "low", as_bytes(low)))
+        for ticket in tickets:
+            ticket.wait()
+        self.store.commit(part.name, states=("weights",) if low is None else ("weights", "low"))
+
+    def resident(self, part: Part) -> ResidentPart:
+        """Return a part that stays in memory; the first call fills it."""
+        if part.name not in self._resident:
+            dtypes = state_dtypes(part) if part.trained else {"weights": part.dtype}
+            states = {
+                name: self._buffer(part.numel * dtype.itemsize, f"{name} of {part.name}").view(dtype)
+                for name, dtype in dtypes.items()
+            }
+            if not part.trained:
+                self._read_original(part, states["weights"])
+            elif self.store.version(part.name) is None:
+                self._first_values(part, states["weights"], states.get("low"))
+            else:
+                tickets = [self.store.read(part.name, n, as_bytes(s)) for n, s in states.items()]
+                for ticket in tickets:
+                    ticket.wait()
+            self._resident[part.name] = ResidentPart(states)
+        return self._resident[part.name]
+
+    def is_resident(self, part: Part) -> bool:
+        """Say whether a part stays in memory."""
+        return not self._streams(part)
+
+    def flush(self) -> None:
+        """Write the trained resident parts to the store, so that it holds the whole state."""
+        for part in self.layout.trained_parts:
+            if part.name in self._resident:
+                states = self._resident[part.name].states
+                tickets = [self.store.write(part.name, n, as_bytes(s)) for n, s in states.items()]
+                for ticket in tickets:
+                    ticket.wait()
+                self.store.commit(part.name)
+
+    def read_state(self, part: Part, state: str, into: torch.Tensor) -> None:
+        """Copy one state of a trained part, as it is now, into a flat page-aligned tensor [N]."""
+        if self.is_resident(part):
+            into.copy_(self.resident(part).states[state])
+        else:
+            self.store.read(part.name, state, as_bytes(into)).wait()
+
+    # Gradients
+
+    def gradient_slot(self, stage_name: str) -> str:
+        """Return a gradient slot that is large enough for the stage, for use outside of a schedule."""
+        if self.plan.gradients == "host" or stage_name == "outer":
+            return stage_name
+        return "ends" if stage_name in ("embed", "head") else "block.0"
+
+    def gradient(self, part: Part, slot_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a trained part's gradient in a slot, fp32 [N]: on the host, and where it is summed up."""
+        slot, offset = self._gradients[slot_name], 0
+        for other in self.layout.stages[part.stage].parts:
+            if other is part:
+                end = offset + part.numel
+                return slot.host[offset:end], slot.on_device[offset:end]
+            offset += other.numel if other.trained else 0
+        raise ValueError(f"{part.name} is not a part of {part.stage}")
+
+    def save_gradient(self, stage_name: str, slot_name: str) -> None:
+        """Write a stage's complete gradient to SSD. Blocks."""
+        tickets = [
+            self.store.write(part.name, "gradient", as_bytes(self.gradient(part, slot_name)[0]))
+            for part in self.layout.stages[stage_name].parts
+            if part.trained
+        ]
+        for ticket in tickets:
+            ticket.wait()
+
+    # Block inputs that go to SSD and back
+
+    def stage_input(self, slot_name: str, hidden: torch.Tensor) -> None:
+        """Start bringing a block input [B, S, D] to its slot's host memory."""
+        flat = hidden.reshape(-1)
+        host = self._input(slot_name)[: flat.numel() * flat.element_size()].view(flat.dtype)
+        self._input_shapes[slot_name] = (hidden.shape, hidden.dtype)
+        self.device.download(flat, host).wait()
+
+    def save_input(self, stage_name: str, micro_batch: int, slot_name: str) -> None:
+        """Write a block input from its slot to SSD. Blocks."""
+        unit = input_unit(stage_name, micro_batch)
+        self._input_shapes[unit] = self._input_shapes[slot_name]
+        self.store.write(unit, "inputs", self._input_view(slot_name, unit)).wait()
+
+    def load_input(self, stage_name: str, micro_batch: int, slot_name: str) -> None:
+        """Read a block input back into a slot. Blocks."""
+        unit = input_unit(stage_name, micro_batch)
+        self._input_shapes[slot_name] = self._input_shapes[unit]
+        self.store.read(unit, "inputs", self._input_view(slot_name, unit)).wait()
+
+    def take_input(self, slot_name: str) -> torch.Tensor:
+        """Return a block input on the device, valid until its slot is reused."""
+        shape, dtype = self._input_shapes[slot_name]
+        num_bytes = shape.numel() * dtype.itemsize
+        there, event = self.device.upload(
+            self._input(slot_name)[:num_bytes], self.device.allocate(num_bytes)
+        )
+        self.device.compute_waits(event)
+        return there.view(dtype).view(shape)
+
+    def _input(self, slot_name: str) -> torch.Tensor:
+        return self._inputs[int(slot_name.removeprefix("input."))]
+
+    def _input_view(self, slot_name: str, unit: str) -> memoryview:
+        shape, dtype = self._input_shapes[unit]
+        num_bytes = aligned_size(shape.numel() * dtype.itemsize)
+        return memoryview(self._input(slot_name)[:num_bytes].numpy())
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a contiguous CPU tensor's bytes."""
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+def _bytes_of(buffer: Buffer) -> torch.Tensor:
+    return torch.frombuffer(buffer.view, dtype=torch.uint8)
+
+
+def _gradient_numel(stage: Stage) -> int:
+    return sum(part.numel for part in stage.parts if part.trained)
