@@ -5,22 +5,20 @@ Reads the figures of `ssdtune.plan.budget`; decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ssdtune.plan.budget import (
     DiskNeed,
-    MemoryNeed,
-    ModelShape,
-    Resident,
     RunShape,
     Traffic,
     disk_need,
-    memory_need,
     run_written_bytes,
     step_traffic,
 )
-from ssdtune.units import format_disk, format_memory
+from ssdtune.plan.residency import PartSize
+from ssdtune.units import format_disk
 
 CONSUMER_RATED_BYTES = 600 * 10**12
 """Bytes that consumer drives of 1 TB are usually rated for; the data sheet calls it TBW."""
@@ -66,21 +64,24 @@ class Wear:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All figures of one run."""
+    """All figures of one run.
 
-    model: ModelShape
-    run: RunShape
+    Attributes:
+        trained_parameters: Elements that the optimizer updates, padding included.
+        frozen_bytes: Bytes of weights that are only read.
+    """
+
+    trained_parameters: int
+    frozen_bytes: int
     disk: DiskNeed
     traffic: Traffic
-    memory: MemoryNeed
     wear: Wear
 
     def to_dict(self) -> dict[str, Any]:
         """Return raw bytes under names that say what they are, ready for JSON."""
         return {
-            "schema_version": 1,
-            "trained_parameters": self.model.trained_elements,
-            "frozen_bytes": self.model.frozen_bytes,
+            "trained_parameters": self.trained_parameters,
+            "frozen_bytes": self.frozen_bytes,
             "disk_bytes": {
                 **asdict(self.disk),
                 "swap": self.disk.swap_bytes,
@@ -88,67 +89,60 @@ class Estimate:
             },
             "step_bytes_read": dict(self.traffic.read),
             "step_bytes_written": dict(self.traffic.written),
-            "memory_bytes": {**asdict(self.memory), "total": self.memory.total},
             "wear": {**asdict(self.wear), "share": self.wear.share},
         }
 
     def text(self) -> str:
         """Return a few lines for people."""
-        trained = self.model.trained_elements
-        per_parameter = ""
-        if self.run.method == "full" and trained:
-            read, written = self.traffic.read_bytes / trained, self.traffic.written_bytes / trained
-            per_parameter = f" ({read:.3g} and {written:.3g} bytes per parameter)"
-        lines = [
-            f"trained   {trained:.4g} parameters"
-            + (
-                f", {format_disk(self.model.frozen_bytes)} frozen"
-                if self.model.frozen_bytes
-                else ""
-            ),
-            f"drives    {format_disk(self.disk.total)}: {_parts(asdict(self.disk), format_disk)}",
-            f"per step  {format_disk(self.traffic.read_bytes)} read, "
-            f"{format_disk(self.traffic.written_bytes)} written{per_parameter}",
-            f"memory    {format_memory(self.memory.total)} and what is cached: "
-            f"{_parts(asdict(self.memory), format_memory)}",
-            f"wear      {self.wear.text()}",
-        ]
-        return "\n".join(lines)
+        disk = {name: size for name, size in asdict(self.disk).items() if size}
+        parts = ", ".join(f"{name} {format_disk(size)}" for name, size in disk.items())
+        frozen = f", {format_disk(self.frozen_bytes)} frozen" if self.frozen_bytes else ""
+        return "\n".join(
+            [
+                f"trained   {self.trained_parameters:.4g} parameters{frozen}",
+                f"drives    {format_disk(self.disk.total)}: {parts or 'nothing'}",
+                f"per step  {format_disk(self.traffic.read_bytes)} read, "
+                f"{format_disk(self.traffic.written_bytes)} written{self._per_parameter()}",
+                f"wear      {self.wear.text()}",
+            ]
+        )
+
+    def _per_parameter(self) -> str:
+        if self.frozen_bytes or not self.trained_parameters:
+            return ""
+        read = self.traffic.read_bytes / self.trained_parameters
+        written = self.traffic.written_bytes / self.trained_parameters
+        return f" ({read:.3g} and {written:.3g} bytes per parameter)"
 
 
 def estimate(
-    model: ModelShape,
+    parts: Sequence[PartSize],
     run: RunShape,
-    resident: Resident = (),
+    resident: Collection[str] = (),
     *,
     rated_bytes: int = CONSUMER_RATED_BYTES,
 ) -> Estimate:
     """Return all figures of a run.
 
     Args:
-        resident: Pairs (unit, state) that stay in memory.
+        resident: Names of parts whose weights and states stay in memory.
         rated_bytes: Bytes that the drives of the swap directories are rated for, together.
     """
-    traffic = step_traffic(model, run, resident)
+    traffic = step_traffic(parts, run, resident)
+    wear = Wear(
+        traffic.written_bytes,
+        round(traffic.written_bytes * run.steps_per_epoch),
+        run_written_bytes(parts, run, resident),
+        rated_bytes,
+    )
     return Estimate(
-        model,
-        run,
-        disk_need(model, run),
+        sum(part.numel for part in parts if part.trained),
+        sum(part.weight_bytes for part in parts if not part.trained),
+        disk_need(parts, run),
         traffic,
-        memory_need(model, run),
-        Wear(
-            traffic.written_bytes,
-            round(traffic.written_bytes * run.steps_per_epoch),
-            run_written_bytes(model, run, resident),
-            rated_bytes,
-        ),
+        wear,
     )
 
 
 def _percent(share: float) -> str:
     return f"{share * 100:.3g} %"
-
-
-def _parts(values: dict[str, int], form: Any) -> str:
-    words = [f"{key.replace('_', ' ')} {form(value)}" for key, value in values.items() if value]
-    return ", ".join(words) or "nothing"
