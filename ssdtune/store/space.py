@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ssdtune.errors import CapacityError, StorageError
+from ssdtune.io.backend import ALIGNMENT
 from ssdtune.units import format_disk
 
 logger = logging.getLogger(__name__)
+
+MARGIN_BYTES = 256 << 20
+"""What `check_space` leaves free on every drive, for logs and for everybody else."""
 
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _COPY_ON_WRITE = {"btrfs", "zfs", "bcachefs"}
@@ -92,14 +96,15 @@ def check_space(needs: Iterable[Need | tuple[Path, int, str]]) -> None:
         system = systems[device]
         needed = sum(need.nbytes for need in items)
         held = sum(_allocated_bytes(need.path) for need in items)
-        if needed <= system.free_bytes + held:
+        missing = needed + MARGIN_BYTES - system.free_bytes - held
+        if missing <= 0:
             continue
         what = ", ".join(f"{format_disk(n.nbytes)} for {n.purpose} in {n.path}" for n in items)
         kept = f" and {format_disk(held)} are held there by ssdtune's own files" if held else ""
-        missing = needed - system.free_bytes - held
         problems.append(
             f"not enough space on {system.mount_point} ({system.type or 'unknown file system'}): "
-            f"{format_disk(needed)} needed ({what}), {format_disk(system.free_bytes)} are free{kept}. "
+            f"{format_disk(needed)} needed ({what}), {format_disk(system.free_bytes)} are free{kept}, "
+            f"{format_disk(MARGIN_BYTES)} must stay free. "
             f"Free {format_disk(missing)} or more there, or name other or more drives"
         )
     if problems:
@@ -147,36 +152,50 @@ def reserve(path: Path, nbytes: int) -> bool:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StorageError("open", path, errno=error.errno or 0) from error
+    before = os.fstat(descriptor)
     try:
+        free = file_system_of(path).free_bytes
+        # Asked first: a failing allocation takes all that is free before it fails, from others too.
+        if nbytes - before.st_blocks * 512 > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         code = _fallocate(descriptor, nbytes) if nbytes else 0
-        reserved = code == 0
         if code in (errno.EOPNOTSUPP, errno.ENOSYS):
             logger.warning(
                 "%s: the file system cannot reserve space; the run may find the drive full later.",
                 path,
             )
-            if os.fstat(descriptor).st_size < nbytes:
+            if before.st_size < nbytes:
                 os.ftruncate(descriptor, nbytes)
         elif code:
+            # What was allocated before the failure is kept by some file systems: give it back.
+            os.ftruncate(descriptor, before.st_size + ALIGNMENT)
+            os.ftruncate(descriptor, before.st_size)
             raise OSError(code, os.strerror(code))
         os.fsync(descriptor)
-        return reserved
+        return code == 0
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = format_disk(file_system_of(path).free_bytes)
-            raise CapacityError(
-                f"cannot reserve {format_disk(nbytes)} for {path}: {free} are free"
-                f" [{errno.errorcode[error.errno]}]. Free space there, or name other or more drives in"
-                " swap_dirs."
-            ) from error
-        if error.errno == errno.EFBIG:
-            raise CapacityError(
-                f"cannot reserve {format_disk(nbytes)} for {path}: larger than a file may be there"
-                ' [EFBIG]. Check "ulimit -f", or name more or other directories in swap_dirs.'
-            ) from error
-        raise StorageError("allocate", path, errno=error.errno or 0, wanted=nbytes) from error
+        raise _cannot_reserve(path, nbytes, error) from error
     finally:
         os.close(descriptor)
+
+
+def _cannot_reserve(path: Path, nbytes: int, error: OSError) -> Exception:
+    """Make the error for a file that could not be reserved."""
+    start = f"cannot reserve {format_disk(nbytes)} for {path}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = format_disk(file_system_of(path).free_bytes)
+        return CapacityError(
+            f"{start}: {free} are free [{errno.errorcode[error.errno]}]. Free space there, or name other "
+            "or more drives in swap_dirs."
+        )
+    if error.errno == errno.EFBIG:
+        return CapacityError(
+            f'{start}: larger than a file may be there [EFBIG]. Check "ulimit -f", or name more or other '
+            "directories in swap_dirs."
+        )
+    if isinstance(error, StorageError):
+        return error
+    return StorageError("allocate", path, errno=error.errno or 0, wanted=nbytes)
 
 
 def _fallocate(descriptor: int, nbytes: int) -> int:
