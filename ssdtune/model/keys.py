@@ -20,26 +20,9 @@ from ssdtune.errors import ConfigError, FormatError
 from ssdtune.model import conversion
 from ssdtune.model.checkpoint import FLOAT_DTYPES, HfCheckpoint, same_bytes
 from ssdtune.model.conversion import Place, Rule
+from ssdtune.model.safetensors_file import DTYPE_NAMES, TORCH_DTYPES, SavedTensor
 
 logger = logging.getLogger(__name__)
-
-TORCH_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-"""torch's dtypes by safetensors' names."""
-
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """One tensor that saving writes: its checkpoint name, shape, and safetensors dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)

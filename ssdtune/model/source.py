@@ -24,7 +24,8 @@ from ssdtune.io.unaligned import start_range
 from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.conversion import Rule
 from ssdtune.model.headers import TensorExtent
-from ssdtune.model.keys import TORCH_DTYPES, KeyMap
+from ssdtune.model.keys import KeyMap
+from ssdtune.model.safetensors_file import TORCH_DTYPES
 from ssdtune.units import MIB
 
 NUM_BUFFERS = 4

@@ -1,0 +1,189 @@
+"""Export of a tuned model: the folder that `save_pretrained` would make, one parameter in memory at a time.
+
+Names, sharding and index are those of transformers; each tensor keeps the dtype that it has in the original
+checkpoint unless another one is asked for. Settings, tokenizer and chat templates are copied byte for byte.
+bf16 is the rounding of the fp32 master that training computes with: half up, not half to even, so the export
+equals the weights that were used. How parameters become checkpoint tensors is in `ssdtune.model.keys`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ssdtune.errors import ConfigError
+from ssdtune.export.safetensors_writer import MAX_SHARD_BYTES, ShardWriter, Staging
+from ssdtune.model.checkpoint import HfCheckpoint
+from ssdtune.model.headers import TensorExtent
+from ssdtune.model.keys import KeyMap, SaveRule
+from ssdtune.model.safetensors_file import DTYPE_NAMES, TORCH_DTYPES, SavedTensor
+
+_TOKENIZER = re.compile(
+    r"token|^vocab|^merges|^special_|\.(jinja|model|tiktoken|spm|vocab|bpe)$", re.IGNORECASE
+)
+_ROUND_ELEMENTS = 1 << 22
+
+GetTensor = Callable[[str], torch.Tensor]
+"""Gives a parameter by its name in the model: float32 or the exported dtype, on the CPU."""
+
+
+def export_weights(
+    output_dir: Path,
+    *,
+    checkpoint: HfCheckpoint,
+    keymap: KeyMap,
+    get_tensor: GetTensor,
+    dtype: torch.dtype | None = None,
+    half_up: bool = True,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> int:
+    """Write a model folder that `from_pretrained` loads, and return the bytes of its weights.
+
+    Args:
+        output_dir: Other files in it stay; weights of an earlier export are replaced once this one is complete.
+        checkpoint: The original, for dtypes, buffers and the files around the weights. It is only read.
+        get_tensor: Called once for each parameter, block by block in the model's order. The tensor may be
+            reused by the next call.
+        dtype: Dtype of all weights; by default each keeps its own. Buffers always keep theirs.
+        half_up: How fp32 becomes bf16; see `round_to`.
+
+    Raises:
+        CapacityError: The file system has too little space.
+        ConfigError: The output folder is the original, or can't be written; a value does not fit into fp16.
+        StorageError: A write failed; nothing of the export is left then.
+    """
+    if output_dir.exists() and output_dir.samefile(checkpoint.path):
+        raise ConfigError(
+            f"{output_dir} is the original model's folder, which is never written. Name another output_dir."
+        )
+    rules = [_with_dtype(rule, keymap, dtype) for rule in keymap.save_rules]
+    tensors = [output for rule in rules for output in rule.outputs]
+    with Staging(output_dir) as staging:
+        staging.require_space(sum(tensor.num_bytes for tensor in tensors))
+        copy_sidecars(checkpoint, staging.path, dtype)
+        with (
+            ShardWriter(
+                staging.path,
+                tensors,
+                num_parameters=keymap.num_parameters,
+                max_shard_bytes=max_shard_bytes,
+            ) as writer,
+            torch.no_grad(),
+        ):
+            for rule in rules:
+                _write(rule, writer, checkpoint, keymap, get_tensor, half_up)
+            writer.finish()
+        staging.commit()
+    return writer.total_bytes
+
+
+def round_to(
+    tensor: torch.Tensor, dtype: torch.dtype, *, half_up: bool = True, name: str = "a tensor"
+) -> torch.Tensor:
+    """Convert to an exported dtype.
+
+    Args:
+        half_up: Round fp32 to bf16 as the split master does, halves up in magnitude; otherwise halves to even.
+
+    Raises:
+        ConfigError: A finite value is too large for fp16.
+
+    Memory: the result and a few MiB.
+    """
+    if tensor.dtype == torch.float32 and dtype == torch.bfloat16 and half_up:
+        result = torch.empty(tensor.shape, dtype=dtype)
+        target = result.view(-1)
+        flat = tensor.contiguous().view(-1)
+        for start in range(0, flat.numel(), _ROUND_ELEMENTS):
+            piece = flat[start : start + _ROUND_ELEMENTS]
+            halves = (piece.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(dtype)
+            target[start : start + _ROUND_ELEMENTS] = torch.where(piece.isnan(), torch.nan, halves)
+        return result
+    result = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.equal(result.isfinite(), tensor.isfinite()):
+        raise ConfigError(
+            f'"{name}" has values up to {tensor.abs().max():.4g} after training, and fp16 ends at 65504. '
+            "Export with dtype bf16 or fp32."
+        )
+    return result
+
+
+def read_tensor(extent: TensorExtent) -> torch.Tensor:
+    """Read one small tensor of a checkpoint."""
+    with extent.path.open("rb") as file:
+        file.seek(extent.offset)
+        data = bytearray(file.read(extent.num_bytes))
+    dtype = TORCH_DTYPES[extent.dtype]
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(extent.shape)
+
+
+def copy_sidecars(
+    checkpoint: HfCheckpoint,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    tokenizer_only: bool = False,
+) -> None:
+    """Copy settings, tokenizer, chat templates, licences and code; config.json names a new dtype."""
+    for relative in checkpoint.sidecar_files():
+        if tokenizer_only and not _TOKENIZER.search(relative.name):
+            continue
+        (target / relative).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint.path / relative, target / relative)
+    if dtype is not None:
+        config = dict(checkpoint.config)
+        name = str(dtype).removeprefix("torch.")
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        if config.get(key) != name:
+            config[key] = name
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            (target / "config.json").write_text(text, encoding="utf-8")
+
+
+def _with_dtype(rule: SaveRule, keymap: KeyMap, dtype: torch.dtype | None) -> SaveRule:
+    if dtype is None or rule.rule.inputs[0] in keymap.buffers:
+        return rule
+    name = DTYPE_NAMES[dtype]
+    outputs = tuple(SavedTensor(output.name, output.shape, name) for output in rule.outputs)
+    return SaveRule(rule.rule, outputs, rule.places)
+
+
+def _write(
+    rule: SaveRule,
+    writer: ShardWriter,
+    checkpoint: HfCheckpoint,
+    keymap: KeyMap,
+    get_tensor: GetTensor,
+    half_up: bool,
+) -> None:
+    """Write the tensors that one rule makes."""
+    inputs = []
+    for name in rule.rule.inputs:
+        if name not in keymap.buffers:
+            inputs.append(get_tensor(name))
+        elif name in keymap.initial:
+            inputs.append(keymap.initial[name])
+        else:
+            source = keymap.load_rules[name]
+            made = source.apply(
+                [read_tensor(checkpoint.tensors[tensor]) for tensor in source.inputs],
+                keymap.context,
+            )
+            inputs.append(made[name])
+    if rule.places is not None:
+        parts = {
+            output.name: place.view(inputs[0]) for output, place in zip(rule.outputs, rule.places)
+        }
+    else:
+        parts = rule.rule.apply(inputs, keymap.context)
+    for output in rule.outputs:
+        dtype = TORCH_DTYPES[output.dtype]
+        writer.write(
+            output.name, round_to(parts[output.name], dtype, half_up=half_up, name=output.name)
+        )
