@@ -54,7 +54,9 @@ def prepare_directories(names: Sequence[str | os.PathLike[str]]) -> list[Path]:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not os.access(path, os.W_OK | os.X_OK | os.R_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+                code = errno.EROFS if read_only else errno.EACCES
+                raise OSError(code, os.strerror(code))
             status = path.stat()
         except OSError as error:
             problems.append(directory_problem(path, error))

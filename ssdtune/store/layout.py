@@ -258,7 +258,7 @@ def _deal(weights: Sequence[float]) -> tuple[int, ...]:
         period = len(weights)
     exact = [w / sum(weights) * period for w in weights]
     counts = [max(1, math.floor(e)) for e in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda d: (math.floor(exact[d]) - exact[d], d))
+    by_remainder = sorted(range(len(weights)), key=lambda d: (counts[d] - exact[d], d))
     for directory in by_remainder[: max(0, period - sum(counts))]:
         counts[directory] += 1
     divisor = math.gcd(*counts)

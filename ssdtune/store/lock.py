@@ -86,7 +86,7 @@ class DirectoryLock:
         self.owner_path = directory / OWNER_NAME
         self.states_path = directory / STATES_NAME
         self._path = directory / LOCK_NAME
-        self._created = not self._path.exists()
+        self._created = not os.path.lexists(self._path)
         self._by_record = False
         self._descriptor = self._acquire()
 
