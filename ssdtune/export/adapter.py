@@ -25,6 +25,8 @@ from ssdtune.model.keys import KeyMap
 from ssdtune.model.safetensors_file import DTYPE_NAMES, SavedTensor
 from ssdtune.model.source import WeightSource
 
+_PREFIX = "base_model.model."
+
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -41,7 +43,7 @@ def export_adapter(
 
     Args:
         peft_model: The PeftModel; its parameters may be on the meta device.
-        tensors: The trained tensors by their names in `peft_model`. Where an embedding is a target, peft saves
+        tensors: The trained tensors by their names in `peft_model`, or in its base model. Where an embedding is a target, peft saves
             its base weights as well: give those too if they shall be there.
         base_model_name_or_path: Written into the settings; peft finds the base model by it.
         checkpoint: Its tokenizer files are copied beside the adapter, if given.
@@ -53,6 +55,7 @@ def export_adapter(
     from peft.utils import get_peft_model_state_dict
 
     config = copy.deepcopy(peft_model.peft_config[adapter_name])
+    tensors = {_PREFIX + name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     own = {
         name: parameter
         for name, parameter in peft_model.named_parameters(remove_duplicate=False)

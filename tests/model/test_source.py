@@ -132,7 +132,7 @@ def test_a_file_cut_while_running_is_reported(tmp_path) -> None:
         with file.open("r+b") as handle:
             handle.truncate(file.stat().st_size - 100)
         into = {name: torch.empty(shape) for name, shape in all_.keymap.shapes.items()}
-        with pytest.raises(StorageError, match="model.safetensors"):
+        with pytest.raises(StorageError, match=r"model\.safetensors"):
             all_.source.load(list(into), into)
 
 
