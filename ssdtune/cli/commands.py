@@ -22,10 +22,10 @@ ANSWER_IS_NO = 3
 
 def finetune(args: argparse.Namespace) -> int:
     """Fine-tune; print where the result is."""
-    from ssdtune.train.finetune import finetune as run
-
     config = settings_from(args)
     require(config)
+    from ssdtune.train.finetune import finetune as run
+
     result = run(config, json_output=args.json)
     if args.json:
         print_json(result.to_dict())
@@ -60,10 +60,10 @@ def profile(args: argparse.Namespace) -> int:
 
 def data(args: argparse.Namespace) -> int:
     """Show how rows become tokens and labels."""
-    from ssdtune.cli import data_command
-
     config = settings_from(args)
     require(config, output_dir=False)
+    from ssdtune.cli import data_command
+
     return int(data_command.run(config, num_rows=args.rows, json_output=args.json))
 
 

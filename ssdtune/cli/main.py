@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return leave.code if isinstance(leave.code, int) else 2
     show_on_stderr(1 if args.verbose else -1 if args.quiet else 0)
     try:
-        from ssdtune.cli import commands as implementations
+        from ssdtune.cli.commands import COMMANDS
 
-        code = implementations.COMMANDS[args.command](args)
+        code = COMMANDS[args.command](args)
         sys.stdout.flush()
         return code
     except SsdtuneError as error:

@@ -1,0 +1,196 @@
+"""The real command: exit codes, what goes to stdout and what to stderr, and what it imports."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssdtune import errors
+from ssdtune.cli import arguments, commands
+from ssdtune.cli.main import main
+from ssdtune.config.leaves import all_leaves
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(*args):
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.parametrize("command", ["", *commands.COMMANDS])
+def test_help_goes_to_stdout(command, capsys):
+    assert main([command, "--help"] if command else ["--help"]) == 0
+    out, err = capsys.readouterr()
+    assert f"ssdtune {command}".strip() in out
+    assert err == ""
+
+
+def test_every_command_has_a_parser_and_every_setting_a_flag(capsys, monkeypatch):
+    _, parsers = arguments.build_parser()
+    assert set(parsers) == set(commands.COMMANDS)
+    monkeypatch.setenv("COLUMNS", "1000")
+    main(["finetune", "--help"])
+    text = capsys.readouterr().out
+    for leaf in all_leaves().values():
+        assert f"  {leaf.flag}" in text
+        assert leaf.meta["help"] in text
+
+
+def test_version():
+    result = python("-m", "ssdtune", "--version")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("ssdtune 0.")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["finetun"], "invalid choice: 'finetun'"),
+        (["plan", "--learning_rat", "1"], "unknown flag --learning-rat. Did you mean --learning-r"),
+        (["plan", "--zzzzzzz", "1"], 'unknown flag --zzzzzzz. See "ssdtune plan'),
+        (["plan", "a", "b"], "unrecognized arguments: b"),
+        (["plan", "--learning-rate"], "expected one argument"),
+        (["plan", "a", "--set", "x"], '--set wants KEY=VALUE, such as io.queue_depth=64, not "x"'),
+        (
+            ["plan", "a", "--set", "io.queue_dept=1"],
+            'unknown key "queue_dept" in "io". Did you mean',
+        ),
+        (["plan", "a", "--batch-size", "3"], '"batch_size" is ambiguous'),
+        (["plan", "a", "--lr", "x"], '--lr must be a number, not "x"'),
+        (
+            ["plan", "a", "--lr", "1", "--learning-rate", "1"],
+            '"lr" and "learning_rate" are the same',
+        ),
+        (["plan", "a", "--model-name-or-path", "b"], "the model is named twice"),
+        (["plan", "a", "--config", "nothing.yaml"], "no such file"),
+        (["plan", "/nothing"], "the model folder /nothing does not exist"),
+        (["plan"], "no model is named"),
+        (["finetune", "a/b"], "training.output_dir is not set"),
+        (["data", "a/b", "--train-file", "/nothing"], "data.train_file: /nothing does not exist"),
+        (["eval", "a/b"], "data.eval_file is not set"),
+        (["generate", "/nothing", "--prompt", "a", "--max-new-tokens", "0"], "at least 1, not 0"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_one_message(args, message, capsys):
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_all_mistakes_in_flags_at_once(capsys):
+    assert main(["plan", "a", "--seed", "x", "--max-steps", "0", "--dtype", "int8"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(line.split()[1] for line in lines) == ["--dtype", "--max-steps", "--seed"]
+
+
+def parsed(*args):
+    parser, parsers = arguments.build_parser()
+    return arguments.settings_from(arguments.parse(parser, parsers, list(args)))
+
+
+def test_flags_become_settings(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("training: {seed: 3, max_steps: 5}\ndata: {packing: true}\n")
+    config = parsed(
+        "finetune", "some/model", "--config", str(path), "--learning_rate=1e-4", "--no-packing",
+        "--set", "io.queue-depth=64", "--set", "data.shuffle=false", "--lora_r", "4", "--lora",
+        "--host-memory", "3GiB", "--swap-dirs", "/a,/b", "--max-steps", "none", "--bf16",
+    )  # fmt: skip
+    assert config.model.model_name_or_path == "some/model"
+    assert config.training.learning_rate == 1e-4
+    assert config.training.seed == 3
+    assert config.training.max_steps is None
+    assert config.data.packing is False
+    assert config.data.shuffle is False
+    assert config.io.queue_depth == 64
+    assert (config.method, config.lora.r) == ("lora", 4)
+    assert config.memory.host_memory == 3 << 30
+    assert config.io.swap_dirs == ["/a", "/b"]
+    assert config.model.dtype == "bf16"
+
+
+def test_underscores_in_values_stay():
+    assert parsed("plan", "a_b/c_d", "--output_dir=x_y").training.output_dir == "x_y"
+    assert parsed("plan", "a_b/c_d").model.model_name_or_path == "a_b/c_d"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.SsdtuneError("first\nsecond"), 1),
+        (errors.ConfigError("first\nsecond"), 2),
+        (errors.CapacityError("first\nsecond"), 2),
+        (errors.Interrupted("first\nsecond", 15), 143),
+    ],
+)
+def test_our_errors_have_their_exit_code_and_no_traceback(monkeypatch, capsys, error, code):
+    def fail(args):
+        raise error
+
+    monkeypatch.setitem(commands.COMMANDS, "doctor", fail)
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().err == "error: first\nerror: second\n"
+    for args in (["doctor", "-v"], ["-v", "doctor"]):
+        assert main(args) == code
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_other_errors_show_the_traceback_and_ask_for_the_report(monkeypatch, capsys):
+    monkeypatch.setitem(commands.COMMANDS, "doctor", lambda args: 1 // 0)
+    assert main(["doctor"]) == 1
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err
+    assert "ssdtune doctor --json" in err
+
+
+def test_ctrl_c_is_130(monkeypatch, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(commands.COMMANDS, "doctor", interrupt)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_a_reader_that_went_away_is_no_error():
+    code = "import os, sys; os.close(0); r, w = os.pipe(); os.close(r); os.dup2(w, 1);"
+    code += "from ssdtune.cli.main import main; sys.exit(main(['doctor']))"
+    result = python("-c", code)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_notes_are_hidden_by_q(capsys):
+    main(["plan", "/nothing", "--lr", "1"])
+    assert 'note: "lr" is read as' in capsys.readouterr().err
+    main(["plan", "/nothing", "--lr", "1", "-q"])
+    assert "note" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["finetune", "--help"], ["doctor", "--json"], ["plan", "/nothing"]]
+)
+def test_light_commands_import_nothing_heavy(args):
+    code = (
+        "import sys; from ssdtune.cli.main import main; main(sys.argv[1:]);"
+        "print([m for m in ('torch', 'transformers', 'peft') if m in sys.modules], file=sys.stderr)"
+    )
+    assert python("-c", code, *args).stderr.splitlines()[-1] == "[]"
+
+
+def test_doctor_prints_one_json_document(tmp_path):
+    result = python("-m", "ssdtune", "doctor", tmp_path, "--json")
+    document = json.loads(result.stdout)
+    assert document["schema_version"] == 1
+    assert result.returncode == (0 if document["usable"] else 3)
