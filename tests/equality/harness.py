@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ssdtune import finetune, load_config
+from ssdtune import finetune
 from tests.equality.reference import ReferenceResult
 from tests.toy import make_tokenizer
 
@@ -85,9 +85,9 @@ class Streamed:
     def moved(self, direction: str, kind: str | None = None, since: int = 0) -> int:
         """Add up the bytes of the steps from `since` on: direction "read" or "written", one kind or all."""
         return sum(
-            counts[direction]
+            count
             for line in self.steps[since:]
-            for name, counts in line["bytes"].items()
+            for name, count in line[f"bytes_{direction}"].items()
             if kind in (None, name)
         )
 
@@ -98,7 +98,7 @@ def stream(model_dir: Path, rows: Path, output_dir: Path, settings: Mapping[str,
     make_tokenizer(model_dir, padding_side=given.pop("padding_side", "right"))
     paths = {"model_name_or_path": model_dir, "train_file": rows, "output_dir": output_dir}
     given |= {key: str(value) for key, value in paths.items()}
-    finetune(load_config(None, given))
+    finetune(**given)
     return read_run(output_dir)
 
 
@@ -106,11 +106,9 @@ def read_run(output_dir: Path) -> Streamed:
     """Read the metrics of a run."""
     text = (output_dir / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
-    return Streamed(
-        output_dir,
-        steps=[line for line in lines if "loss" in line],
-        evals=[line for line in lines if "eval_loss" in line],
-    )
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    return Streamed(output_dir, steps, [line for line in lines if line["event"] == "evaluation"])
 
 
 def assert_matches(

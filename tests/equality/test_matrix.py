@@ -191,8 +191,8 @@ def test_lora_leaves_the_base_alone(tmp_path: Path) -> None:
     # master or weights, two moments and perhaps gradients: nothing the size of the base
     padding = 4096 * 6 * 5
     for line in streamed.steps:
-        trained = {k: v for k, v in line["bytes"].items() if k != "activations"}
-        assert sum(v["written"] for v in trained.values()) <= 5 * adapter_bytes + padding
+        trained = {kind: n for kind, n in line["bytes_written"].items() if kind != "activations"}
+        assert sum(trained.values()) <= 5 * adapter_bytes + padding
 
 
 def test_packing_equals_separate_documents(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""ssdtune equals itself to the last bit, however bytes move, wherever it stops.
+
+Neither backend, directories, threads, queue depth, request and chunk sizes, caches nor where activations wait
+may change a number; nor may a resume, after any step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdtune import finetune
+from ssdtune.errors import BackendUnavailableError
+from tests.equality.harness import STREAMING, TRAINING, Streamed, assert_same_bits, read_run, stream
+from tests.toy import make_checkpoint, make_rows
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("gemma3_text", {"max_steps": 4, "max_grad_norm": 5.0}),
+    "bf16": ("llama", {"max_steps": 4, "dtype": "bf16", "max_grad_norm": 0}),
+    "lora": ("gpt2", {"max_steps": 4, "method": "lora", "lora_dropout": 0.2}),
+}
+"""Tied fp32 with clipping, untied bf16 without, adapters with dropout."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "again": {},
+    "backend-python": {"backend": "python"},
+    "backend-threads": {"backend": "threads"},
+    "backend-libaio": {"backend": "libaio"},
+    "backend-io_uring": {"backend": "io_uring"},
+    "buffered": {"direct": False},
+    "queue-depth": {"queue_depth": 1},
+    "requests": {"request_bytes": 4096, "queue_depth": 5},
+    "chunks": {"chunk_bytes": 8192},
+    "adam-threads": {"adam_threads": 1},
+    "no-prefetch": {"prefetch_depth": 0},
+    "deep-prefetch": {"prefetch_depth": 3},
+    "host-cache": {"host_cache": "1GiB"},
+    "some-host-cache": {"host_cache": 200_000},
+    "activations-host": {"activations": "host"},
+    "activations-ssd": {"activations": "ssd"},
+    "verify": {"verify": True},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def baseline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One run of each case: its folder, its settings, its result."""
+    folder = tmp_path_factory.mktemp(request.param)
+    arch, settings = CASES[request.param]
+    model_dir = make_checkpoint(folder / "model", arch)
+    make_rows(folder / "rows.jsonl", 21)
+    return folder, settings, stream(model_dir, folder / "rows.jsonl", folder / "out", settings)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_how_bytes_move_changes_nothing(baseline: Any, tmp_path: Path, variant: str) -> None:
+    folder, settings, wanted = baseline
+    given = settings | VARIANTS[variant]
+    try:
+        got = stream(folder / "model", folder / "rows.jsonl", tmp_path / "out", given)
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("num_dirs", [1, 3])
+def test_striping_changes_nothing(baseline: Any, tmp_path: Path, num_dirs: int) -> None:
+    folder, settings, wanted = baseline
+    dirs = [str(tmp_path / f"drive {index}") for index in range(num_dirs)]
+    given = settings | {"swap_dirs": dirs, "activations": "ssd"}
+    assert_same_bits(
+        stream(folder / "model", folder / "rows.jsonl", tmp_path / "out", given), wanted
+    )
+
+
+def test_caches_save_reads(baseline: Any, tmp_path: Path) -> None:
+    """The switch that the other cases rely on does something: without cache more is read."""
+    folder, settings, wanted = baseline
+    given = settings | {"host_cache": "1GiB"}
+    cached = stream(folder / "model", folder / "rows.jsonl", tmp_path / "out", given)
+    assert cached.moved("read", since=1) < wanted.moved("read", since=1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resume_after_every_step(tmp_path: Path, case: str) -> None:
+    """A run that keeps every checkpoint is taken up again from each, the latest first."""
+    arch, settings = CASES[case]
+    model_dir = make_checkpoint(tmp_path / "model", arch)
+    make_rows(tmp_path / "rows.jsonl", 13)  # four steps an epoch: a resume crosses its border
+    make_rows(tmp_path / "eval.jsonl", 3, seed=1)
+    settings = settings | {
+        "max_steps": 6,
+        "shuffle": True,
+        "eval_file": str(tmp_path / "eval.jsonl"),
+        "eval_steps": 2,
+    }
+    plain = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "plain", settings)
+    wanted = _facts(plain)
+
+    settings |= {"save_steps": 1, "save_total_limit": 6}
+    saved = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "saved", settings)
+    assert _facts(saved) == wanted, "saving changed the run"
+    for step in (5, 4, 3, 2, 1):
+        given = settings | {"resume_from_checkpoint": str(tmp_path / f"saved/checkpoint-{step}")}
+        resumed = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "saved", given)
+        assert _facts(resumed) == wanted, f"resumed after step {step}"
+
+
+def test_resume_last_of_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    model_dir = make_checkpoint(tmp_path / "model", "llama")
+    make_rows(tmp_path / "rows.jsonl", 9)
+    settings = {"max_steps": 3, "save_steps": 2}
+    first = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "out", settings)
+    wanted = _facts(first)
+    given = TRAINING | STREAMING | settings | {"resume_from_checkpoint": "last"}
+    finetune(
+        **given,
+        model_name_or_path=str(model_dir),
+        train_file=str(tmp_path / "rows.jsonl"),
+        output_dir=str(tmp_path / "out"),
+    )
+    assert _facts(read_run(tmp_path / "out")) == wanted
+
+
+def _facts(run: Streamed) -> dict[str, Any]:
+    """Return everything that must be the same, detached from the folder, which is used again."""
+    keys = ("loss", "grad_norm", "learning_rate", "learned_tokens", "rows")
+    facts: dict[str, Any] = {key: run.series(key) for key in keys}
+    facts["evals"] = [(line["step"], line["eval_loss"]) for line in run.evals]
+    facts["tensors"] = run.bits()
+    return facts
