@@ -109,7 +109,9 @@ def _claim(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--demo-dir: {folder} is not a folder")
     try:
-        if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARKER).exists():
+        # The examples make the model of the demo, too.
+        foreign = folder.is_dir() and {path.name for path in folder.iterdir()} - {"model"}
+        if foreign and not (folder / _MARKER).exists():
             raise ConfigError(
                 f"{folder} exists and was not made by the demo. Name another folder: --demo-dir DIR"
             )

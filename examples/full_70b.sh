@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Full fine-tune of a 7B to 100B checkpoint on one consumer card, by command line. See full_70b.yaml for what each
+# setting is for. Usage: bash examples/full_70b.sh [MODEL] [TRAIN_FILE] [FURTHER FLAGS]
+set -euo pipefail
+model=${1:-/models/Llama-3.1-70B}
+train_file=${2:-train.jsonl}
+flags=(
+  --train-file "$train_file" --output-dir runs/full_70b --dtype bf16 --max-length 2048
+  --learning-rate 1e-5 --gradient-accumulation-steps 16
+  --per-device-train-batch-size 4 --lr-scheduler-type cosine --warmup-steps 0.03 --save-steps 100
+  --device cuda --gpu-memory 22GiB --host-memory 100GiB --swap-dirs /nvme0/ssdtune,/nvme1/ssdtune
+  "${@:3}"
+)
+
+# What it needs and how long a step takes; ends here (exit code 3) if it does not fit.
+ssdtune plan "$model" "${flags[@]}"
+ssdtune finetune "$model" "${flags[@]}"
