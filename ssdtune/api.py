@@ -37,10 +37,10 @@ def finetune(config: Source = None, /, **settings: Any) -> Any:
 
 def plan(config: Source = None, /, **settings: Any) -> Any:
     """Say what a run needs: memory, space, bytes moved and time. Arguments as for `finetune`."""
-    from ssdtune.cli.commands import make_plan
     from ssdtune.config.load import load_config
+    from ssdtune.train.finetune import plan as run
 
-    return make_plan(load_config(config, settings))
+    return run(load_config(config, settings))
 
 
 def profile(swap_dirs: Sequence[str | os.PathLike[str]] = (), *, quick: bool = False) -> Any:
@@ -77,8 +77,15 @@ def export(
         merge: Merge a LoRA adapter into its base.
         max_shard_size: Largest size of one file.
     """
-    from ssdtune.cli.commands import export_checkpoint
+    from ssdtune.errors import ConfigError
+    from ssdtune.train.finetune import export as run
+    from ssdtune.units import parse_size
 
-    return export_checkpoint(
-        Path(checkpoint), Path(output_dir), merge=merge, max_shard_size=max_shard_size
-    )
+    try:
+        max_shard_bytes = parse_size(max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"max_shard_size: {error}") from error
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_size must be at least 1 byte, not {max_shard_bytes}")
+    run(Path(checkpoint), Path(output_dir), merge=merge, max_shard_bytes=max_shard_bytes)
+    return Path(output_dir)

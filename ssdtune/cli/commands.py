@@ -7,7 +7,8 @@ parsed arguments and return the exit code.
 from __future__ import annotations
 
 import argparse
-import json
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,15 @@ from ssdtune.config.check import require
 from ssdtune.errors import ConfigError
 
 ANSWER_IS_NO = 3
+
+logger = logging.getLogger(__name__)
+
+
+def profile_path() -> Path:
+    """Return where the figures of this machine are kept: in the user's cache folder."""
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ssdtune/profile.json"
+    )
 
 
 def finetune(args: argparse.Namespace) -> int:
@@ -48,9 +58,12 @@ def plan(args: argparse.Namespace) -> int:
 
 def profile(args: argparse.Namespace) -> int:
     """Measure this machine and print the figures."""
+    from ssdtune.hardware.profile import save
+
     result = api.profile(args.swap_dir, quick=args.quick)
-    if args.output:
-        Path(args.output).write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+    path = Path(args.output) if args.output else profile_path()
+    save(result, path)
+    logger.info("The figures are kept in %s.", path)
     if args.json:
         print_json(result.to_dict())
     else:
@@ -61,10 +74,13 @@ def profile(args: argparse.Namespace) -> int:
 def data(args: argparse.Namespace) -> int:
     """Show how rows become tokens and labels."""
     config = settings_from(args)
-    require(config, output_dir=False)
+    # Rows that are tokenized already need no model.
+    require(config, model=bool(config.model.model_name_or_path), output_dir=False)
+    if args.rows < 0:
+        raise ConfigError(f"--rows must be at least 0, not {args.rows}")
     from ssdtune.cli import data_command
 
-    return int(data_command.run(config, num_rows=args.rows, json_output=args.json))
+    return data_command.run(config, json_output=args.json, limit=args.rows)
 
 
 def doctor(args: argparse.Namespace) -> int:

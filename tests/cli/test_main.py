@@ -189,6 +189,28 @@ def test_light_commands_import_nothing_heavy(args):
     assert python("-c", code, *args).stderr.splitlines()[-1] == "[]"
 
 
+def test_data_shows_rows_and_prints_one_json_document(tmp_path, capsys):
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}\n')
+    assert main(["data", "--train-file", str(file), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema_version"] == 1
+    assert main(["data", "--train-file", str(file), "--rows", "-1"]) == 2
+    file.write_text("{\n")
+    assert main(["data", "--train-file", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{file}:1" in err
+
+
+def test_profile_is_kept_where_it_is_asked_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ssdtune.hardware.profile.QUICK_SECONDS", 0.2)
+    path = tmp_path / "deep" / "profile.json"
+    assert main(["profile", str(tmp_path), "--quick", "--json", "--output", str(path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == json.loads(path.read_text())
+
+
 def test_doctor_prints_one_json_document(tmp_path):
     result = python("-m", "ssdtune", "doctor", tmp_path, "--json")
     document = json.loads(result.stdout)
