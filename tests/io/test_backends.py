@@ -172,6 +172,12 @@ def cached_bytes(path: Path) -> int:
         return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
 
 
+# Only rings read an eventfd, which is a read that ends when told to; pread refuses it. The C++ threads are waited
+# for by the same code.
+rings = pytest.mark.parametrize("backend", ["io_uring", "libaio"], indirect=True)
+
+
+@rings
 def test_an_interrupt_reaches_a_waiting_main_thread(backend):
     # A read of an empty eventfd does not end by itself: Ctrl-C must still get through, and a value ends the read.
     script = f"""
@@ -194,6 +200,7 @@ def test_an_interrupt_reaches_a_waiting_main_thread(backend):
     assert run_python(script).splitlines() == ["interrupted", "(0, 8)"]
 
 
+@rings
 def test_waiting_lets_other_python_threads_run(backend):
     # With an endless switch interval the helper runs only if the main thread gives up the lock by itself, and
     # only the helper ends the read that the main thread waits for.
