@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -116,9 +117,15 @@ class ShardWriter:
     ) -> None:
         from huggingface_hub import split_state_dict_into_shards_factory
 
+        storage_bytes: dict[int, int] = defaultdict(int)
+        for tensor in tensors:
+            storage_bytes[tensor.storage] += tensor.num_bytes
         plan = split_state_dict_into_shards_factory(
             {tensor.name: tensor for tensor in tensors},
-            get_storage_size=lambda tensor: tensor.num_bytes,
+            get_storage_size=lambda tensor: (
+                storage_bytes[tensor.storage] if tensor.storage else tensor.num_bytes
+            ),
+            get_storage_id=lambda tensor: tensor.storage or None,
             filename_pattern=f"{stem}{{suffix}}.safetensors",
             max_shard_size=max_shard_bytes,
         )

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from ssdtune.export.safetensors_writer import MAX_SHARD_BYTES, ShardWriter, Stag
 from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.headers import TensorExtent
 from ssdtune.model.keys import KeyMap, SaveRule
-from ssdtune.model.safetensors_file import DTYPE_NAMES, TORCH_DTYPES, SavedTensor
+from ssdtune.model.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 
 _TOKENIZER = re.compile(
     r"token|^vocab|^merges|^special_|\.(jinja|model|tiktoken|spm|vocab|bpe)$", re.IGNORECASE
@@ -150,7 +151,7 @@ def _with_dtype(rule: SaveRule, keymap: KeyMap, dtype: torch.dtype | None) -> Sa
     if dtype is None or rule.rule.inputs[0] in keymap.buffers:
         return rule
     name = DTYPE_NAMES[dtype]
-    outputs = tuple(SavedTensor(output.name, output.shape, name) for output in rule.outputs)
+    outputs = tuple(replace(output, dtype=name) for output in rule.outputs)
     return SaveRule(rule.rule, outputs, rule.places)
 
 

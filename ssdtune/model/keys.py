@@ -245,9 +245,11 @@ def _save_rules(
     view: conversion.ModelView,
 ) -> tuple[SaveRule, ...]:
     result = []
+    alive = []  # a storage's address must not be taken by a later one
     for rule in conversion.save_rules(model):
         inputs = [_meta(view.shapes[name]) for name in rule.inputs]
         made = rule.apply(inputs, view)
+        alive.append(made)
         name = aliases.get(rule.inputs[0], rule.inputs[0])
         if name in load_rules:
             default = checkpoint.tensors[load_rules[name].inputs[0]].dtype
@@ -258,6 +260,7 @@ def _save_rules(
                 output,
                 tuple(tensor.shape),
                 checkpoint.tensors[output].dtype if output in checkpoint.tensors else default,
+                storage=tensor.untyped_storage()._cdata if rule.converter else 0,
             )
             for output, tensor in made.items()
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -41,11 +41,15 @@ _FLUSH_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor to be written: name, shape, and dtype as safetensors names it."""
+    """A tensor to be written: name, shape, and dtype as safetensors names it.
+
+    Tensors of the same `storage` (not 0) are parts of one parameter, which transformers keeps in one file.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    storage: int = field(default=0, compare=False)
 
     @property
     def num_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 from pathlib import Path
 
@@ -364,7 +365,7 @@ def test_truncated_pickle_and_other_content(folder, tmp_path) -> None:
 def test_no_space_for_the_conversion(folder, tmp_path, monkeypatch) -> None:
     to_bin(folder)
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("ssdtune.model.convert_bin.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CapacityError, match=r"needs .* kB in .*; 1.00 kB are free"):
         HfCheckpoint.open(folder, convert_dir=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
