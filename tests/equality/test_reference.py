@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from tests.equality.harness import NUM_ROWS, TRAINING, assert_close
+from tests.equality.harness import ATOL, NUM_ROWS, TRAINING, assert_close
 from tests.equality.reference import _collate, round_half_up, train_in_memory
-from tests.toy import make_checkpoint, make_rows
+from tests.toy import ARCHITECTURES, make_checkpoint, make_rows
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
@@ -50,6 +50,34 @@ def test_the_reference_is_what_the_trainer_does(tmp_path: Path, arch: str) -> No
     for name, tensor in trained.items():
         if not name.endswith("c_attn.bias"):  # its key third has no true gradient, see test_matrix
             torch.testing.assert_close(reference.state[name], tensor.data, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("arch", ["mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3"])
+def test_windows_of_the_toys_matter(tmp_path: Path, arch: str) -> None:
+    """A run that loses the sliding window is far outside of the tolerance."""
+    rows = make_rows(tmp_path / "rows.jsonl", NUM_ROWS)
+    losses = [
+        train_in_memory(
+            make_checkpoint(tmp_path / f"{window}", arch, sliding_window=window),
+            rows,
+            TRAINING | {"max_steps": 1},
+        ).losses[0]
+        for window in (ARCHITECTURES[arch]["sliding_window"], 60)
+    ]
+    assert abs(losses[0] - losses[1]) > 10 * ATOL
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_padding_of_the_toys_matters(tmp_path: Path, arch: str) -> None:
+    """So is one that loses the padding mask, if padding is on the left."""
+    model_dir = make_checkpoint(tmp_path / "model", arch)
+    rows = make_rows(tmp_path / "rows.jsonl", 4)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    batch = _collate(rows, "left")
+    with torch.no_grad():
+        masked = model(**batch).loss
+        unmasked = model(**batch | {"attention_mask": torch.ones_like(batch["input_ids"])}).loss
+    assert abs(masked - unmasked) > 10 * ATOL
 
 
 def test_half_is_rounded_up() -> None:
