@@ -9,8 +9,6 @@ import zlib
 from array import array
 from dataclasses import dataclass
 
-from ssdtune.errors import FormatError
-
 Key = tuple[str, str, int]
 """Unit, state, version."""
 
@@ -103,18 +101,12 @@ class Checksums:
         """Take over checksums from `to_text`; first reads will verify them.
 
         Raises:
-            FormatError: The text is not what `to_text` gives for a state of this size.
+            ValueError: The text is not what `to_text` gives for a state of this size.
         """
         parts = [text[at : at + 8] for at in range(0, len(text), 8)]
-        try:
-            values = [UNKNOWN if part == _UNKNOWN_TEXT else int(part, 16) for part in parts]
-        except ValueError:
-            values = []
+        values = [UNKNOWN if part == _UNKNOWN_TEXT else int(part, 16) for part in parts]
         if len(values) != self._count(extent_bytes):
-            raise FormatError(
-                f"the manifest has damaged checksums of unit {key[0]}, {key[1]}. "
-                "Resume from an intact checkpoint."
-            )
+            raise ValueError(f"{len(values)} checksums for {extent_bytes} bytes")
         self._values[key] = array("q", values)
         self._unverified[key] = {i for i, value in enumerate(values) if value != UNKNOWN}
 

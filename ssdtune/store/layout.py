@@ -228,9 +228,9 @@ class StoreLayout:
             start += size
 
 
-def describe_units(units: Sequence[UnitSpec]) -> dict[str, list[list[object]]]:
-    """Return units as JSON: name -> [state, nbytes, kind, versioned] of each state."""
-    return {u.name: [[s.name, s.nbytes, s.kind, s.versioned] for s in u.states] for u in units}
+def describe_units(units: Sequence[UnitSpec]) -> list[list[object]]:
+    """Return units as JSON, in order: [name, [state, nbytes, kind, versioned] of each state]."""
+    return [[u.name, [[s.name, s.nbytes, s.kind, s.versioned] for s in u.states]] for u in units]
 
 
 def _merged(pieces: Iterator[Piece]) -> Iterator[Piece]:

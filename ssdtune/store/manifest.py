@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ssdtune.errors import ConfigError, FormatError
+from ssdtune.io.backend import ALIGNMENT
+from ssdtune.store.checksums import Checksums
 from ssdtune.store.layout import StoreLayout, UnitSpec, describe_units
 
 FORMAT = 1
@@ -24,7 +26,7 @@ class Manifest:
         run_id: The run that wrote them.
         layout: Fingerprint of the layout, which follows from units, weights and stripe_bytes.
         directories: Where they were when the manifest was made, in order.
-        units: For people and messages: name -> [state, nbytes, kind, versioned] of each state.
+        units: All units, as `layout.describe_units` gives them.
         versions: Live version of each unit; None where nothing was written yet.
         checksums: Unit -> state -> 8 hex digits for each piece of `check_bytes`.
     """
@@ -37,7 +39,7 @@ class Manifest:
     stripe_bytes: int
     check_bytes: int
     directories: list[str]
-    units: dict[str, list[list[Any]]]
+    units: list[list[Any]]
     versions: dict[str, int | None]
     checksums: dict[str, dict[str, str]]
 
@@ -75,7 +77,7 @@ class Manifest:
         lists = {
             "weights": list,
             "directories": list,
-            "units": dict,
+            "units": list,
             "versions": dict,
             "checksums": dict,
         }
@@ -83,6 +85,8 @@ class Manifest:
             if not isinstance(value[name], wanted):
                 raise FormatError(f"{source}: the manifest has a bad value of {name}. {remedy}")
         manifest = cls(**value)
+        if manifest.check_bytes <= 0 or manifest.check_bytes % ALIGNMENT:
+            raise FormatError(f"{source}: the manifest has a bad value of check_bytes. {remedy}")
         for unit, version in manifest.versions.items():
             if version is not None and not (
                 isinstance(version, int) and 0 <= version < manifest.copies
@@ -107,20 +111,40 @@ class Manifest:
                 f"{source} was made with other states: {_difference(self.units, now)}. "
                 "Resume with the model, method and dtype of the run."
             )
-        if layout.fingerprint != self.layout or set(self.versions) != set(now):
+        if layout.fingerprint != self.layout or set(self.versions) != {u.name for u in units}:
             raise FormatError(
                 f"{source}: the manifest does not agree with itself (layout {self.layout}, computed "
                 f"{layout.fingerprint}). Resume from an intact checkpoint."
             )
         return layout
 
+    def load_checksums(self, layout: StoreLayout, source: str) -> Checksums:
+        """Return the checksums of the versions, not yet verified.
 
-def _difference(before: dict[str, list[list[Any]]], now: dict[str, list[list[Any]]]) -> str:
-    for unit in [*before, *now]:
-        if unit not in now:
+        Raises:
+            FormatError: They are damaged.
+        """
+        checksums = Checksums(self.check_bytes)
+        for unit, texts in self.checksums.items():
+            for state, text in texts.items():
+                try:
+                    extent_bytes = layout.state(unit, state).extent_bytes
+                    checksums.load((unit, state, self.versions[unit] or 0), extent_bytes, text)
+                except (ValueError, TypeError, OverflowError) as error:
+                    raise FormatError(
+                        f"{source}: the manifest has damaged checksums of unit {unit}, {state} ({error}). "
+                        "Resume from an intact checkpoint."
+                    ) from error
+        return checksums
+
+
+def _difference(before: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> str:
+    old, new = (dict((unit[0], unit[1]) for unit in units) for units in (before, now))
+    for unit in [*old, *new]:
+        if unit not in new:
             return f"unit {unit} is not there any more"
-        if unit not in before:
+        if unit not in old:
             return f"unit {unit} is new"
-        if before[unit] != now[unit]:
-            return f"unit {unit} was {before[unit]}, is {now[unit]}"
+        if old[unit] != new[unit]:
+            return f"unit {unit} was {old[unit]}, is {new[unit]}"
     return "the order of units changed"

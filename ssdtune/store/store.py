@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ssdtune.errors import ConfigError, FormatError, StorageError
-from ssdtune.io.backend import Backend, File, Ticket
+from ssdtune.io.backend import ALIGNMENT, Backend, File, Ticket
 from ssdtune.store.checksums import Check, Checksums, Key
 from ssdtune.store.claim import claim_again, claim_new
 from ssdtune.store.directories import resolve_directories
@@ -114,6 +114,8 @@ class Store:
             StorageError: A file could not be made.
         """
         paths = resolve_directories(directories)
+        if check_bytes <= 0 or check_bytes % ALIGNMENT:
+            raise ValueError(f"check_bytes is {check_bytes}; it must be a multiple of {ALIGNMENT}")
         layout = StoreLayout.build(
             units, copies, weights or [1.0] * len(paths), stripe_bytes=stripe_bytes
         )
@@ -178,11 +180,7 @@ class Store:
                 f"({', '.join(manifest.directories)}), swap_dirs names {len(directories)}. "
                 "Give the same, in the same order."
             )
-        checksums = Checksums(manifest.check_bytes)
-        for unit, texts in manifest.checksums.items():
-            for state, text in texts.items():
-                key = (unit, state, manifest.versions[unit] or 0)
-                checksums.load(key, layout.state(unit, state).extent_bytes, text)
+        checksums = manifest.load_checksums(layout, str(live))
         with claim_again(directories, layout, manifest, list(manifests)) as (locks, owner):
             owner = replace(owner, output_dir=str(Path(output_dir).absolute()))
             frozen = {path.name: m.versions for path, m in manifests.items()}
