@@ -13,7 +13,8 @@ Shape letters: B sequences, S positions, D hidden size, V vocabulary, U distinct
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,7 @@ class BlockModel:
     Attributes:
         layout: How its parameters are grouped.
         blocks: The real blocks, parameters on meta.
+        padding_row: Token whose embedding never gets a gradient (nn.Embedding's padding_idx), or None.
 
     Raises:
         UnsupportedModelError: The model cannot be taken apart; the message says why.
@@ -118,12 +120,20 @@ class BlockModel:
             )
         self.embedding_name = _path_of(built.model, embedding) + ".weight"
         head = built.model.get_output_embeddings()
-        self._tied_name = _path_of(built.model, innermost(head)) + ".weight" if self.layout.tied else ""
-        for number, block in enumerate(self.blocks):
-            blocks[number] = _Portal(block, self, number)
-        _replace(built.model, embedding, _EmbeddingPortal(embedding, self))
-        self._move_buffers()
-        self._outer_names = {name for name, _ in built.model.named_parameters(remove_duplicate=False)}
+        self._tied_name = (
+            _path_of(built.model, innermost(head)) + ".weight" if self.layout.tied else ""
+        )
+        self.padding_row = embedding.padding_idx
+        for module in built.model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(device)
+        self._list = blocks
+        self._embedding, self._portal = embedding, _EmbeddingPortal(embedding, self)
+        self._open_portals()
+        self._outer_names = {
+            name for name, _ in built.model.named_parameters(remove_duplicate=False)
+        }
         self._returns_tuple = False
         self._calls: list[Call] | None = None
         self._entering: torch.Tensor | None = None
@@ -136,19 +146,18 @@ class BlockModel:
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that are stored in checkpoints, by name; the caller fills them in place."""
-        found = {}
-        for prefix, module in [("", self.model), *self._block_modules()]:
-            for name, child in module.named_modules():
-                for key, buffer in child._buffers.items():
-                    if buffer is not None and key not in child._non_persistent_buffers_set:
-                        found[".".join(part for part in (prefix, name, key) if part)] = buffer
-        return found
+        with self.whole():
+            return {
+                ".".join(part for part in (path, key) if part): buffer
+                for path, module in self.model.named_modules()
+                for key, buffer in module._buffers.items()
+                if buffer is not None and key not in module._non_persistent_buffers_set
+            }
 
     def train(self, training: bool) -> None:
         """Switch dropout on or off."""
-        self.model.train(training)
-        for block in self.blocks:
-            block.train(training)
+        for module in (self.model, self._embedding, *self.blocks):
+            module.train(training)
 
     def enter(self, tensors: Tensors, batch: Mapping[str, torch.Tensor], trained: bool) -> Entry:
         """Run what comes before the first block.
@@ -175,11 +184,15 @@ class BlockModel:
             )
         return Entry(hidden, calls, *found)
 
-    def run_block(self, number: int, tensors: Tensors, call: Call, hidden: torch.Tensor) -> torch.Tensor:
+    def run_block(
+        self, number: int, tensors: Tensors, call: Call, hidden: torch.Tensor
+    ) -> torch.Tensor:
         """Run block `number` on hidden states [B, S, D] and return the next ones."""
         block = self.blocks[number]
         weights = {local: tensors[name] for name, local in self._local[number].items()}
-        result = functional_call(block, weights, (hidden, *call.args), call.kwargs, tie_weights=False)
+        result = functional_call(
+            block, weights, (hidden, *call.args), call.kwargs, tie_weights=False
+        )
         if isinstance(result, tuple):
             self._returns_tuple = True
             return result[0]
@@ -237,7 +250,9 @@ class BlockModel:
                         f"{self._kind} passes its blocks a second input that needs gradients; "
                         "it cannot be trained block by block."
                     )
-            elif not isinstance(value, (int, float, str, bool, type(None), torch.dtype, torch.device)):
+            elif not isinstance(
+                value, (int, float, str, bool, type(None), torch.dtype, torch.device)
+            ):
                 raise UnsupportedModelError(
                     f"{self._kind} passes its blocks a shared {type(value).__name__}; "
                     "it cannot be trained block by block."
@@ -257,29 +272,21 @@ class BlockModel:
         finally:
             original.padding_idx = padding
 
-    @property
-    def padding_row(self) -> int | None:
-        """Token whose embedding never gets a gradient (nn.Embedding's padding_idx)."""
-        embedding = innermost(self.model.get_input_embeddings())
-        return embedding.padding_idx
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Put the real blocks and embedding back into the model while the context lasts."""
+        for number, block in enumerate(self.blocks):
+            self._list[number] = block
+        _replace(self.model, self._portal, self._embedding)
+        try:
+            yield
+        finally:
+            self._open_portals()
 
-    def _block_modules(self) -> list[tuple[str, nn.Module]]:
-        path = self.layout_path
-        return [(f"{path}.{number}", block) for number, block in enumerate(self.blocks)]
-
-    @property
-    def layout_path(self) -> str:
-        """Dotted path of the list of blocks."""
-        name = next(iter(self._local[0]))
-        return name[: -len(self._local[0][name]) - len(".0.")]
-
-    def _move_buffers(self) -> None:
-        for root in (self.model, *self.blocks, innermost(self.model.get_input_embeddings())):
-            original = root.original if isinstance(root, _Stand) else root
-            for module in original.modules():
-                for key, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[key] = buffer.to(self.device)
+    def _open_portals(self) -> None:
+        for number, block in enumerate(self.blocks):
+            self._list[number] = _Portal(block, self, number)
+        _replace(self.model, self._embedding, self._portal)
 
 
 def _take_hidden(

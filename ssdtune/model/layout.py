@@ -102,13 +102,11 @@ def build_layout(built: BuiltModel, blocks_path: str, num_blocks: int) -> ModelL
         num_blocks: Its length.
     """
     model = built.model
-    embed_names = _parameters_of(model, model.get_input_embeddings())
+    embedding = innermost(model.get_input_embeddings())
     output = model.get_output_embeddings()
-    # The head's matrix has a tied name too, but parameters of the same object are listed once, as the embedding's.
-    head_names = _parameters_of(model, output) - embed_names if output is not None else set()
-    tied = output is not None and getattr(innermost(output), "weight", None) is getattr(
-        innermost(model.get_input_embeddings()), "weight", None
-    )
+    head = None if output is None else innermost(output)
+    tied = getattr(head, "weight", None) is embedding.weight
+    head_members = set() if tied or output is None else {id(p) for p in output.parameters()}
     groups: dict[str, list[tuple[str, nn.Parameter]]] = {"outer": [], "embed": []}
     groups |= {f"block.{i}": [] for i in range(num_blocks)}
     if not tied:
@@ -116,13 +114,16 @@ def build_layout(built: BuiltModel, blocks_path: str, num_blocks: int) -> ModelL
     for name, parameter in model.named_parameters():
         if name.startswith(blocks_path + "."):
             number = name[len(blocks_path) + 1 :].split(".", 1)[0]
-            groups[f"block.{number}"].append((name, parameter))
-        elif name in embed_names:
-            groups["embed"].append((name, parameter))
-        elif name in head_names and not tied:
-            groups["head"].append((name, parameter))
+            stage = f"block.{number}"
+        elif parameter is embedding.weight:
+            stage = "embed"
+        elif id(parameter) in head_members:
+            stage = "head"
         else:
-            groups["outer"].append((name, parameter))
+            # Adapters of the embedding too: their graph lives until the end of the step, as this stage does.
+            stage = "outer"
+        if ".original_module." not in name:  # replaced by a trained copy, never used
+            groups[stage].append((name, parameter))
     stages = {name: Stage(name, _parts(built, name, members)) for name, members in groups.items()}
     return ModelLayout(stages, num_blocks, tied)
 
@@ -132,13 +133,6 @@ def innermost(module: nn.Module) -> nn.Module:
     if hasattr(module, "modules_to_save"):
         return next(iter(module.modules_to_save.values()))
     return getattr(module, "base_layer", module)
-
-
-def _parameters_of(model: nn.Module, module: nn.Module | None) -> set[str]:
-    if module is None:
-        return set()
-    members = {id(parameter) for parameter in module.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in members}
 
 
 def _parts(
@@ -162,4 +156,3 @@ def _parts(
         name = name if trained else f"{name}.frozen"
         parts.append(Part(name, stage, dtype, trained, tuple(specs), numel))
     return tuple(parts)
-

@@ -52,7 +52,10 @@ def loss_by_chunks(
         with torch.set_grad_enabled(gradient is not None):
             logits = logits_of(piece).float()
             loss = functional.cross_entropy(
-                logits.view(-1, logits.shape[-1]), target.reshape(-1), ignore_index=IGNORED, reduction="sum"
+                logits.view(-1, logits.shape[-1]),
+                target.reshape(-1),
+                ignore_index=IGNORED,
+                reduction="sum",
             )
             loss = loss / num_items
         del logits
@@ -89,7 +92,11 @@ def _chunks(
         rows = len(indices) // length
         if rows > 1:
             whole = indices[: rows * length]
-            yield flat[whole].view(rows, length, width), flat_target[whole].view(rows, length), whole
+            yield (
+                flat[whole].view(rows, length, width),
+                flat_target[whole].view(rows, length),
+                whole,
+            )
             indices = indices[rows * length :]
         if len(indices):
             yield flat[indices][None], flat_target[indices][None], indices

@@ -81,13 +81,13 @@ def adamw_(
     split = low is not None
     size = weights.numel()
     half = torch.bfloat16 if split else torch.float32
-    arrays = [
+    arrays = (
         _array("weights", weights, half, size),
         None if low is None else _array("low", low, torch.int16, size),
         _array("exp_avg", exp_avg, torch.float32, size),
         _array("exp_avg_sq", exp_avg_sq, torch.float32, size),
         _array("grad", grad, torch.float32, size),
-    ]
+    )
     # Computed in double and rounded to float once.
     scalars = [
         grad_scale,

@@ -5,7 +5,7 @@ stage's weights are read into a weight slot (streamed parts) or are in memory al
 brought to the device from there. The first read of a part comes from the original checkpoint; trained parts
 then go to the store at once (imported), frozen ones never do.
 
-The optimizer's pass over the states is `ssdtune.optim.update`; what lies on the drives `ssdtune.store`.
+The optimizer's pass over the states is `ssdtune.swap.update`; what lies on the drives `ssdtune.store`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from dataclasses import dataclass, field
 import torch
 
 from ssdtune.device.base import Device
+from ssdtune.io.backend import ALIGNMENT
 from ssdtune.io.buffers import Buffer, BufferPool, aligned_size
 from ssdtune.model.build import base_name
-from ssdtune.model.layout import ModelLayout, Part, Stage
+from ssdtune.model.layout import ModelLayout, Part, Stage, TensorSpec
 from ssdtune.model.source import WeightSource
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.store.layout import StateSpec, UnitSpec
 from ssdtune.store.store import Store
 
 Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 STATE_DTYPES = {"low": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
@@ -97,7 +99,7 @@ class SwapManager:
         plan: What is resident, and how many slots there are.
         source: Reads original weights.
         initial: First values of parameters that the original checkpoint lacks, by name.
-        split: Makes (high, low) halves of fp32 masters.
+        split: Makes (high, low) halves of fp32 masters; `join` is the inverse.
         store: Holds the states of trained parts.
         pool: All buffers come from it, at construction.
         input_bytes: Bytes of one block input.
@@ -114,6 +116,7 @@ class SwapManager:
         source: WeightSource,
         initial: Mapping[str, torch.Tensor],
         split: Split,
+        join: Join,
         store: Store,
         device: Device,
         pool: BufferPool,
@@ -127,8 +130,10 @@ class SwapManager:
         self._source = source
         self._initial = initial
         self._split = split
+        self._join = join
         self._pool = pool
         self._resident: dict[str, ResidentPart] = {}
+        self._buffers: list[Buffer] = []
         self._weights = self._make_weight_slots()
         self._gradients = self._make_gradient_slots()
         self._inputs = [self._buffer(input_bytes, "block inputs") for _ in range(plan.input_slots)]
@@ -137,7 +142,9 @@ class SwapManager:
     def _buffer(self, num_bytes: int, purpose: str) -> torch.Tensor:
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        return _bytes_of(self._pool.take(num_bytes, purpose))
+        buffer = self._pool.take(num_bytes, purpose)
+        self._buffers.append(buffer)
+        return _bytes_of(buffer)
 
     def _stages_by_class(self) -> dict[str, list[Stage]]:
         classes: dict[str, list[Stage]] = {"outer": [], "ends": [], "block": []}
@@ -276,7 +283,9 @@ class SwapManager:
         if part.name not in self._resident:
             dtypes = state_dtypes(part) if part.trained else {"weights": part.dtype}
             states = {
-                name: self._buffer(part.numel * dtype.itemsize, f"{name} of {part.name}").view(dtype)
+                name: _bytes_of(
+                    self._pool.take(part.numel * dtype.itemsize, f"{name} of {part.name}")
+                ).view(dtype)
                 for name, dtype in dtypes.items()
             }
             if not part.trained:
@@ -304,12 +313,36 @@ class SwapManager:
                     ticket.wait()
                 self.store.commit(part.name)
 
-    def read_state(self, part: Part, state: str, into: torch.Tensor) -> None:
-        """Copy one state of a trained part, as it is now, into a flat page-aligned tensor [N]."""
+    def read_tensor(self, part: Part, spec: TensorSpec, *, high_only: bool = False) -> torch.Tensor:
+        """Return one trained parameter as it is now: fp32, joined from its halves if it has two.
+
+        Args:
+            high_only: Return the bf16 half of a split master, which is its rounding.
+        """
+        weights = self._read_range(part, "weights", spec)
+        if part.dtype == torch.float32 or high_only:
+            return weights.view(spec.shape)
+        return self._join(weights, self._read_range(part, "low", spec)).view(spec.shape)
+
+    def _read_range(self, part: Part, state: str, spec: TensorSpec) -> torch.Tensor:
+        dtype = state_dtypes(part)[state]
+        start, stop = spec.offset * dtype.itemsize, (spec.offset + spec.numel) * dtype.itemsize
         if self.is_resident(part):
-            into.copy_(self.resident(part).states[state])
-        else:
-            self.store.read(part.name, state, as_bytes(into)).wait()
+            return self.resident(part).states[state][spec.offset : spec.offset + spec.numel]
+        first, end = start // ALIGNMENT * ALIGNMENT, aligned_size(stop)
+        raw = _bytes_of(Buffer(end - first))
+        self.store.read(part.name, state, as_bytes(raw), offset=first).wait()
+        return raw[start - first : stop - first].view(dtype)
+
+    def free_slots(self) -> None:
+        """Give the memory of all slots back; only `read_tensor` and `flush` work from then on."""
+        for name in list(self._weights):
+            del self._weights[name]
+        self._gradients.clear()
+        self._inputs.clear()
+        for buffer in self._buffers:
+            self._pool.give(buffer)
+        self._buffers.clear()
 
     # Gradients
 

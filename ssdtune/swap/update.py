@@ -57,8 +57,8 @@ class OutOfCoreAdam:
 
     def __init__(
         self,
-        swap: SwapManager,
         parts: Sequence[Part],
+        swap: SwapManager,
         settings: AdamSettings,
         *,
         chunk_bytes: int,

@@ -1,0 +1,140 @@
+"""Training checkpoints: a folder `checkpoint-N` that names what the store keeps for it.
+
+A checkpoint holds no weights itself: its manifest says which places of the swap directories are its own, and
+the store never writes there while the folder exists. `trainer_state.json` holds the rest: the step, the
+optimizer's step counts, and what the run was made of, so that a resumed run is the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ssdtune.errors import ConfigError, FormatError
+from ssdtune.store.durable import replace_dir, write_json_atomic
+from ssdtune.store.store import Store
+
+FORMAT = 1
+PREFIX = "checkpoint-"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a resumed run needs besides the store.
+
+    Attributes:
+        step: Optimizer steps done.
+        total_steps: Steps of the whole run, on which the learning rate depends.
+        adam_steps: For each part the number of updates of each tensor.
+        identity: What must be the same after a resume: settings that change numbers, model and rows.
+    """
+
+    step: int
+    total_steps: int
+    adam_steps: dict[str, list[int]]
+    identity: dict[str, Any]
+
+
+def checkpoint_folders(output_dir: Path) -> list[Path]:
+    """Return the complete checkpoints of a run, oldest first."""
+    found = []
+    for folder in output_dir.glob(f"{PREFIX}*"):
+        number = folder.name.removeprefix(PREFIX)
+        if number.isdigit() and (folder / "trainer_state.json").exists():
+            found.append((int(number), folder))
+    return [folder for _, folder in sorted(found)]
+
+
+def find_checkpoint(output_dir: Path, wanted: str) -> Path:
+    """Return the checkpoint that `resume_from_checkpoint` names.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if wanted == "last":
+        folders = checkpoint_folders(output_dir)
+        if not folders:
+            raise ConfigError(
+                f"{output_dir} has no checkpoint to resume from. Start without resume_from_checkpoint."
+            )
+        return folders[-1]
+    folder = Path(wanted).expanduser().absolute()
+    if folder not in [f.absolute() for f in checkpoint_folders(folder.parent)]:
+        raise ConfigError(f"{folder} is not a checkpoint (a folder checkpoint-N of a run).")
+    if folder.parent != output_dir.absolute():
+        raise ConfigError(
+            f"{folder} belongs to the run in {folder.parent}, not to output_dir {output_dir}. Use the same output_dir."
+        )
+    return folder
+
+
+def read_state(folder: Path) -> TrainerState:
+    """Read `trainer_state.json`.
+
+    Raises:
+        FormatError: It is damaged or of another version.
+    """
+    data = _read(folder / "trainer_state.json")
+    if data.pop("format", None) != FORMAT:
+        raise FormatError(f"{folder} was written by another version of ssdtune; use that one to go on.")
+    return TrainerState(**data)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the store's manifest of a checkpoint."""
+    return _read(folder / "manifest.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} cannot be read: {error}. Resume from an intact checkpoint.") from error
+
+
+def save_checkpoint(output_dir: Path, store: Store, state: TrainerState, *, keep: int) -> Path:
+    """Make the store's live states a checkpoint, then drop the oldest ones beyond `keep`.
+
+    Everything must be flushed to the store before. A crash at any point leaves the previous checkpoint whole.
+    """
+    final = output_dir / f"{PREFIX}{state.step}"
+    if final.exists():  # left by a run that was resumed from before it
+        _drop(store, final)
+    partial = output_dir / f"{final.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    manifest = store.freeze(final.name, final)
+    store.sync()
+    write_json_atomic(partial / "manifest.json", manifest)
+    write_json_atomic(partial / "trainer_state.json", {"format": FORMAT, **asdict(state)})
+    replace_dir(partial, final)
+    for folder in checkpoint_folders(output_dir)[:-keep]:
+        _drop(store, folder)
+    return final
+
+
+def _drop(store: Store, folder: Path) -> None:
+    shutil.rmtree(folder)
+    if folder.name in store.frozen_labels:
+        store.release(folder.name)
+
+
+def check_identity(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on with another run than the one that was saved.
+
+    Raises:
+        ConfigError: Something differs; all differences are named.
+    """
+    changed = [
+        f"{key} was {saved.get(key)!r}, is {now.get(key)!r}"
+        for key in sorted({*saved, *now})
+        if saved.get(key) != now.get(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{folder} cannot be resumed with other settings: {'; '.join(changed)}. "
+            "Resume with the settings in its run's config.yaml, or start anew in another output_dir."
+        )

@@ -1,0 +1,371 @@
+"""The engine: carries out the operations of a step's schedule on the model.
+
+One method per kind of operation. What lies where is the swap manager's business, what waits for what the
+schedule's. Shape letters: B sequences, S positions, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ssdtune.data.batches import Batch
+from ssdtune.device.base import Device
+from ssdtune.errors import SsdtuneError
+from ssdtune.model.blocks import BlockModel, Entry
+from ssdtune.model.layout import Part
+from ssdtune.model.loss import loss_by_chunks
+from ssdtune.optim.adamw import sum_of_squares
+from ssdtune.optim.schedule import clip_coefficient
+from ssdtune.plan.generate import EMBED, HEAD, OUTER, StepShape, generate_evaluation, generate_training_step
+from ssdtune.plan.schedule import Kind, Operation
+from ssdtune.swap.manager import SwapManager
+from ssdtune.swap.update import OutOfCoreAdam
+from ssdtune.train.lanes import Lanes, Span
+from ssdtune.train.seeds import stage_seed
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step gave.
+
+    Attributes:
+        loss: Token-weighted mean over the whole step.
+        grad_norm: Global norm before clipping.
+        clip_scale: What the gradients were multiplied by.
+    """
+
+    loss: float
+    grad_norm: float
+    clip_scale: float
+    learned_tokens: int
+    spans: list[Span]
+
+
+@dataclass
+class _State:
+    """What is alive during one run of a schedule."""
+
+    training: bool
+    step: int
+    learning_rate: float
+    batches: list[dict[str, torch.Tensor]]
+    labels: list[torch.Tensor]
+    num_items: float
+    entries: dict[int, Entry] = field(default_factory=dict)
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    squares: dict[str, float] = field(default_factory=dict)
+    present: dict[str, list[bool]] = field(default_factory=dict)
+    scale: float = 1.0
+    norm: float = 0.0
+
+
+class Engine:
+    """Runs steps and evaluations.
+
+    Args:
+        shape: The step's shape; its number of micro-batches is replaced by that of each step.
+        seed: Seeds dropout (see `ssdtune.train.seeds`).
+        max_grad_norm: Clipping limit, 0 for none.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockModel,
+        swap: SwapManager,
+        adam: OutOfCoreAdam,
+        device: Device,
+        lanes: Lanes,
+        shape: StepShape,
+        *,
+        seed: int,
+        max_grad_norm: float,
+    ) -> None:
+        self.blocks = blocks
+        self.swap = swap
+        self.adam = adam
+        self.device = device
+        self.shape = shape
+        self._lanes = lanes
+        self._seed = seed
+        self._max_grad_norm = max_grad_norm
+        self._slot_of: dict[str, str] = {}
+        self._state: _State
+        stages = blocks.layout.stages
+        self._vocab_size = blocks.model.config.get_text_config().vocab_size
+        self._embedding_part = next(
+            (part, index)
+            for part in stages[EMBED].parts
+            for index, spec in enumerate(part.tensors)
+            if spec.name == blocks.embedding_name
+        )
+        below = stages[EMBED].trained or stages[OUTER].trained
+        self._trained_below = []
+        for number in range(blocks.layout.num_blocks):
+            self._trained_below.append(below)
+            below = below or stages[f"block.{number}"].trained
+
+    def train_step(self, batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
+        """Run one optimizer step.
+
+        Args:
+            batches: Its micro-batches.
+            step: Counted from 0.
+            learning_rate: Of this step.
+
+        Raises:
+            SsdtuneError: The loss or a gradient is not finite; nothing was updated unless clipping is off.
+        """
+        num_items = sum(batch.num_learned_tokens for batch in batches)
+        schedule = generate_training_step(replace(self.shape, num_micro_batches=len(batches)))
+        state = self._begin(batches, step, num_items, training=True, learning_rate=learning_rate)
+        spans = self._lanes.run(schedule, self._execute)
+        loss = float(sum(loss.item() for loss in state.losses))
+        return StepResult(loss, state.norm, state.scale, num_items, spans)
+
+    def evaluate(
+        self, batches: Sequence[Batch], *, num_blocks: int | None = None
+    ) -> tuple[float, int]:
+        """Return the sum of the token losses of some micro-batches, and the number of learned tokens.
+
+        Args:
+            num_blocks: Run only the first blocks, for comparison with a model cut there.
+        """
+        num_items = sum(batch.num_learned_tokens for batch in batches)
+        shape = replace(
+            self.shape, num_micro_batches=len(batches), num_blocks=num_blocks or self.shape.num_blocks
+        )
+        schedule = generate_evaluation(shape)
+        state = self._begin(batches, 0, 1, training=False, learning_rate=0.0)
+        self._lanes.run(schedule, self._execute)
+        return float(sum(loss.item() for loss in state.losses)), num_items
+
+    def _begin(
+        self, batches: Sequence[Batch], step: int, num_items: float, *, training: bool, learning_rate: float
+    ) -> _State:
+        self.blocks.train(training)
+        self._slot_of.clear()
+        where = self.device.torch_device
+        self._state = _State(
+            training, step, learning_rate,
+            [_model_inputs(batch, where) for batch in batches],
+            [torch.from_numpy(batch.labels).to(where) for batch in batches],
+            num_items,
+            present={part.name: [False] * len(part.tensors) for part in self.blocks.layout.trained_parts},
+        )  # fmt: skip
+        return self._state
+
+    def _execute(self, operation: Operation) -> None:
+        stage, slot, m = operation.stage, operation.slot, operation.micro_batch
+        match operation.kind:
+            case Kind.LOAD:
+                self.swap.load(stage, slot)
+            case Kind.UPLOAD:
+                self.swap.upload(stage, slot)
+                self._slot_of[stage] = slot
+            case Kind.ENTRY_FORWARD:
+                self._entry_forward(m)
+            case Kind.FORWARD:
+                self._forward(stage, m, operation.input_slot)
+            case Kind.SAVE_INPUT:
+                self.swap.save_input(stage, m, slot)
+            case Kind.LOAD_INPUT:
+                self.swap.load_input(stage, m, slot)
+            case Kind.LOSS:
+                self._loss(stage, m, slot)
+            case Kind.BACKWARD:
+                self._backward(stage, m, slot, operation.input_slot)
+            case Kind.ENTRY_BACKWARD:
+                self._entry_backward(m, slot)
+            case Kind.COLLECT_GRADIENT:
+                self._collect(stage, slot)
+            case Kind.SAVE_GRADIENT:
+                self.swap.save_gradient(stage, slot)
+            case Kind.CLIP:
+                self._clip()
+            case Kind.UPDATE:
+                self._update(stage, slot)
+
+    # Compute lane
+
+    def _leaves(self, stage: str, gradient_slot: str | None) -> dict[str, torch.Tensor]:
+        """Return a stage's parameters; with a gradient slot, as leaves whose gradients go there."""
+        weights = self.swap.weights(stage, self._slot_of[stage])
+        if gradient_slot is None:
+            return weights
+        for part in self.blocks.layout.stages[stage].parts:
+            if part.trained:
+                for index, spec in enumerate(part.tensors):
+                    leaf = weights[spec.name].detach().requires_grad_()
+                    leaf.register_post_accumulate_grad_hook(self._hook(part, index, gradient_slot))
+                    weights[spec.name] = leaf
+        return weights
+
+    def _hook(self, part: Part, index: int, slot: str) -> Callable[[torch.Tensor], None]:
+        def collect(leaf: torch.Tensor) -> None:
+            assert leaf.grad is not None
+            target = self._gradient_of(part, index, slot)
+            if self._state.present[part.name][index]:
+                target.add_(leaf.grad)
+            else:
+                target.copy_(leaf.grad)
+                self._state.present[part.name][index] = True
+            leaf.grad = None
+
+        return collect
+
+    def _gradient_of(self, part: Part, index: int, slot: str) -> torch.Tensor:
+        return part.view(self.swap.gradient(part, slot)[1], part.tensors[index])
+
+    def _seed_stage(self, m: int, stage: int) -> None:
+        if self._state.training:
+            self.device.seed(stage_seed(self._seed, self._state.step, m, stage))
+
+    def _entry_forward(self, m: int) -> None:
+        state = self._state
+        with torch.set_grad_enabled(state.training):
+            self._seed_stage(m, 0)
+            tensors = {
+                **self._leaves(OUTER, OUTER if state.training else None),
+                **self._leaves(EMBED, self._embed_slot() if state.training else None),
+            }
+            part, _ = self._embedding_part
+            entry = self.blocks.enter(tensors, state.batches[m], state.training and part.trained)
+        state.entries[m] = entry
+        state.hidden[m] = entry.hidden.detach()
+
+    def _embed_slot(self) -> str:
+        return self.swap.gradient_slot(EMBED)
+
+    def _forward(self, stage: str, m: int, input_slot: str) -> None:
+        state, number = self._state, int(stage.partition(".")[2])
+        hidden = state.hidden[m]
+        if state.training:
+            if input_slot:
+                self.swap.stage_input(input_slot, hidden)
+            else:
+                state.inputs[stage, m] = hidden
+        with torch.no_grad():
+            self._seed_stage(m, 1 + number)
+            call = state.entries[m].calls[number]
+            state.hidden[m] = self.blocks.run_block(number, self._leaves(stage, None), call, hidden)
+
+    def _loss(self, stage: str, m: int, slot: str) -> None:
+        state = self._state
+        hidden = state.hidden.pop(m)
+        gradient = torch.zeros_like(hidden) if state.training else None
+        tensors = {
+            **self._leaves(OUTER, OUTER if state.training else None),
+            **self._leaves(stage, slot if state.training else None),
+        }
+        self._seed_stage(m, self.shape.num_blocks + 1)
+        loss = loss_by_chunks(
+            lambda piece: self.blocks.logits(tensors, piece), hidden, state.labels[m],
+            vocab_size=self._vocab_size, num_items=state.num_items, gradient=gradient,
+        )  # fmt: skip
+        state.losses.append(loss)
+        if gradient is not None:
+            state.gradients[m] = gradient
+        else:
+            del state.entries[m]
+
+    def _backward(self, stage: str, m: int, slot: str, input_slot: str) -> None:
+        state, number = self._state, int(stage.partition(".")[2])
+        below = self._trained_below[number]
+        hidden = self.swap.take_input(input_slot) if input_slot else state.inputs.pop((stage, m))
+        if not below and not self.blocks.layout.stages[stage].trained:
+            state.gradients.pop(m, None)
+            return
+        hidden = hidden.detach().requires_grad_(below)
+        with torch.enable_grad():
+            self._seed_stage(m, 1 + number)
+            call = state.entries[m].calls[number]
+            output = self.blocks.run_block(number, self._leaves(stage, slot), call, hidden)
+            torch.autograd.backward(output, state.gradients.pop(m))
+        if below:
+            assert hidden.grad is not None
+            state.gradients[m] = hidden.grad
+
+    def _entry_backward(self, m: int, slot: str) -> None:
+        state = self._state
+        entry = state.entries.pop(m)
+        if not entry.hidden.requires_grad:
+            return
+        torch.autograd.backward(entry.hidden, state.gradients.pop(m))
+        if entry.rows.grad is None:
+            return
+        part, index = self._embedding_part
+        target = self._gradient_of(part, index, slot)
+        if not state.present[part.name][index]:
+            target.zero_()
+            state.present[part.name][index] = True
+        rows = entry.rows.grad.float()
+        if self.blocks.padding_row is not None:
+            rows[entry.ids == self.blocks.padding_row] = 0
+        target.index_add_(0, entry.ids, rows)
+
+    def _clip(self) -> None:
+        state = self._state
+        state.norm = math.sqrt(math.fsum(state.squares.values()))
+        state.scale = clip_coefficient(state.norm, self._max_grad_norm)
+
+    # Other lanes
+
+    def _collect(self, stage: str, slot: str) -> None:
+        state = self._state
+        total = 0.0
+        for part in self.blocks.layout.stages[stage].parts:
+            if part.trained:
+                host, on_device = self.swap.gradient(part, slot)
+                self.device.download(on_device, host).wait()
+                for index, spec in enumerate(part.tensors):
+                    if state.present[part.name][index]:
+                        total += sum_of_squares(part.view(host, spec).view(-1))
+        if not math.isfinite(total):
+            raise SsdtuneError(
+                f"step {state.step + 1}: the gradient of {stage} is not finite. Nothing of it was applied; "
+                "go on from the last checkpoint with a lower learning_rate, or look at the rows of this step."
+            )
+        state.squares[stage] = total
+
+    def _update(self, stage: str, slot: str) -> None:
+        state = self._state
+        for part in self.blocks.layout.stages[stage].parts:
+            if part.trained:
+                gradient = self.swap.gradient(part, slot)[0] if slot else None
+                self.adam.update(
+                    part, state.present[part.name], gradient, lr=state.learning_rate, scale=state.scale
+                )
+
+
+def _model_inputs(batch: Batch, where: torch.device) -> dict[str, torch.Tensor]:
+    inputs = {"input_ids": torch.from_numpy(batch.input_ids).to(where)}
+    if batch.position_ids is not None:
+        # Positions that start again tell transformers where a packed row begins; it masks accordingly.
+        inputs["position_ids"] = torch.from_numpy(batch.position_ids).to(where)
+    else:
+        inputs["attention_mask"] = torch.from_numpy(batch.attention_mask).to(where)
+    return inputs
+
+
+def make_step_shape(blocks: BlockModel, swap: SwapManager) -> StepShape:
+    """Return the shape of a step for the generator, from the model's layout and the memory plan."""
+    layout, plan = blocks.layout, swap.plan
+    return StepShape(
+        num_blocks=layout.num_blocks,
+        num_micro_batches=1,
+        tied=HEAD not in layout.stages,
+        trained=frozenset(name for name, stage in layout.stages.items() if stage.trained),
+        block_slots=plan.block_slots,
+        gradient_slots=plan.gradient_slots,
+        input_slots=plan.input_slots,
+        update="overlap" if plan.gradients == "overlap" else "after",
+        gradients=plan.gradients,
+        load_bytes={name: swap.load_bytes(stage) for name, stage in layout.stages.items()},
+    )

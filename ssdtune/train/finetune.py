@@ -1,0 +1,394 @@
+"""Fine-tune from a configuration: the whole run, from the input checks to the exported weights."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssdtune.config.check import require
+from ssdtune.config.load import to_yaml
+from ssdtune.config.schema import Config
+from ssdtune.errors import ConfigError, Interrupted
+from ssdtune.export.adapter import export_adapter
+from ssdtune.export.weights import export_weights
+from ssdtune.hardware.memory import process_memory
+from ssdtune.io.backend import Backend
+from ssdtune.io.buffers import BufferPool
+from ssdtune.io.select import open_backend
+from ssdtune.model.build import base_name
+from ssdtune.model.source import WeightSource
+from ssdtune.optim.adamw import join_master, split_master
+from ssdtune.report.metrics import MetricsWriter
+from ssdtune.report.progress import Progress, choose_progress
+from ssdtune.store.claim import space_needs
+from ssdtune.store.directories import prepare_directories, resolve_directories
+from ssdtune.store.layout import StoreLayout, UnitSpec
+from ssdtune.store.space import Need, check_space
+from ssdtune.store.store import Store
+from ssdtune.swap.manager import SwapManager, unit_specs
+from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
+from ssdtune.train.checkpoint import (
+    TrainerState,
+    check_identity,
+    checkpoint_folders,
+    find_checkpoint,
+    read_manifest,
+    read_state,
+)
+from ssdtune.train.engine import Engine, make_step_shape
+from ssdtune.train.lanes import Lanes
+from ssdtune.train.prepare import Prepared, Rows, prepare, summary_lines
+from ssdtune.train.signals import StopSignals
+from ssdtune.train.trainer import History, Trainer
+from ssdtune.train.verify import reference_losses, verify
+from ssdtune.units import format_disk, format_memory, format_time
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Result:
+    """What came out of a run.
+
+    Attributes:
+        losses: Of every step that this process ran.
+        evaluations: (step, mean loss on the held-out rows).
+        peak_memory_bytes: Most resident memory of this process.
+    """
+
+    output_dir: Path
+    steps: int
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    bytes_read: dict[str, int] = field(default_factory=dict)
+    bytes_written: dict[str, int] = field(default_factory=dict)
+    planned_memory_bytes: int = 0
+    peak_memory_bytes: int = 0
+    checkpoints: list[Path] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        data = asdict(self)
+        data["output_dir"] = str(self.output_dir)
+        data["checkpoints"] = [str(path) for path in self.checkpoints]
+        return data
+
+    def text(self) -> str:
+        """Return a summary for people."""
+        lines = [f"tuned weights: {self.output_dir}"]
+        if self.losses:
+            median = sorted(self.step_seconds)[len(self.step_seconds) // 2]
+            lines.append(
+                f"{len(self.losses)} steps, {format_time(median)} each; loss {self.losses[0]:.4f} to "
+                f"{self.losses[-1]:.4f}"
+            )
+        if self.evaluations:
+            lines.append(f"evaluation loss {self.evaluations[-1][1]:.4f}")
+        lines.append(
+            f"moved {format_disk(sum(self.bytes_read.values()))} from and "
+            f"{format_disk(sum(self.bytes_written.values()))} to SSD; peak memory "
+            f"{format_memory(self.peak_memory_bytes)}, planned {format_memory(self.planned_memory_bytes)}"
+        )
+        return "\n".join(lines)
+
+
+def finetune(config: Config, *, progress: Progress | None = None, json_output: bool = False) -> Result:
+    """Fine-tune a model and write the tuned weights, or the adapter, to `output_dir`.
+
+    Args:
+        progress: Where the run is shown; by default a display on stderr that suits it.
+        json_output: The caller prints JSON; changes nothing here, since progress goes to stderr.
+
+    Raises:
+        ConfigError: Bad settings or input, before anything is written.
+        CapacityError: Not enough memory or space, before anything is written.
+        Interrupted: A signal came; the run was saved.
+        SsdtuneError: The run failed; checkpoints are whole.
+    """
+    require(config)
+    output_dir = Path(config.training.output_dir).expanduser().absolute()
+    resumed = _resumed_from(config, output_dir)
+    prepared = prepare(config)
+    assert prepared.rows is not None
+    units = _units(prepared)
+    directories = resolve_directories(config.io.swap_dirs or [str(output_dir / "swap")])
+    copies = _copies(config, prepared.rows, resumed)
+    layout = StoreLayout.build(units, copies, [1.0] * len(directories))
+    export_bytes = prepared.checkpoint.num_bytes if config.method == "full" else 0
+    check_space([*space_needs(directories, layout), Need(output_dir, export_bytes, "tuned weights")])
+    if progress is None:
+        progress = choose_progress(logging_steps=config.training.logging_steps, environ=os.environ)
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        stack.enter_context(progress)
+        progress.start(
+            prepared.rows.total_steps,
+            "\n".join(summary_lines(prepared, layout.total_bytes, directories)),
+            first_step=1 + (resumed[1].step if resumed else 0),
+        )
+        run = _Run(config, prepared, units, directories, copies, output_dir, resumed, progress, signals)
+        return run.run()
+
+
+def _resumed_from(config: Config, output_dir: Path) -> tuple[Path, TrainerState] | None:
+    wanted = config.training.resume_from_checkpoint
+    if wanted:
+        folder = find_checkpoint(output_dir, wanted)
+        return folder, read_state(folder)
+    kept = checkpoint_folders(output_dir)
+    if kept:
+        raise ConfigError(
+            f"{output_dir} holds a run with {kept[-1].name}. Go on with --resume-from-checkpoint last, "
+            f"name another output_dir, or delete it: rm -r '{output_dir}'"
+        )
+    if (output_dir / "metrics.jsonl").exists() and _is_finished(output_dir):
+        raise ConfigError(
+            f"{output_dir} holds the result of a finished run. Name another output_dir, or delete it: "
+            f"rm -r '{output_dir}'"
+        )
+    return None
+
+
+def _is_finished(output_dir: Path) -> bool:
+    return any(output_dir.glob("*.safetensors"))
+
+
+def _copies(config: Config, rows: Rows, resumed: object) -> int:
+    """Return the places of each state: the live one, and one for each checkpoint that is kept."""
+    every = config.training.save_steps
+    if not resumed and (every == 0 or every >= rows.total_steps):
+        return 1  # the only save, if any, is at the end
+    return 1 + config.training.save_total_limit
+
+
+def _units(prepared: Prepared) -> list[UnitSpec]:
+    return unit_specs(
+        prepared.layout, prepared.memory, prepared.compute.input_bytes, prepared.compute.num_micro_batches
+    )
+
+
+def _identity(prepared: Prepared) -> dict[str, Any]:
+    """Return what must be the same when a run is resumed."""
+    config, rows = prepared.config, prepared.rows
+    assert rows is not None
+    training = config.training
+    return {
+        "method": config.method,
+        "dtype": str(prepared.dtype),
+        "lora": asdict(config.lora) if config.method == "lora" else None,
+        "model": prepared.checkpoint.fingerprint,
+        "rows": rows.train.fingerprint(),
+        "total_steps": rows.total_steps,
+        **{
+            key: getattr(training, key)
+            for key in (
+                "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
+                "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
+                "adam_epsilon", "max_grad_norm", "seed", "data_seed",
+            )
+        },
+        "shuffle": config.data.shuffle,
+        "packing": config.data.packing,
+    }  # fmt: skip
+
+
+@dataclass
+class _Run:
+    """One run, once everything is checked: opens what it needs, trains, exports, tidies up."""
+
+    config: Config
+    prepared: Prepared
+    units: Sequence[UnitSpec]
+    directories: Sequence[Path]
+    copies: int
+    output_dir: Path
+    resumed: tuple[Path, TrainerState] | None
+    progress: Progress
+    signals: StopSignals
+
+    def run(self) -> Result:
+        identity = _identity(self.prepared)
+        if self.resumed:
+            check_identity(self.resumed[0], self.resumed[1].identity, identity)
+        rows = self.prepared.rows
+        assert rows is not None
+        check_batch = rows.plan.step_batches(0)[:1]
+        reference = None
+        if self.config.training.verify and not self.resumed:
+            reference = reference_losses(self.prepared, check_batch[0])
+            _return_memory()
+        self._leave_if_asked("before the first step; nothing was written")
+        fresh_output = not self.output_dir.exists()
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output_dir {self.output_dir} cannot be made: {error.strerror}") from error
+        io = self.config.io
+        backend = open_backend(io.backend, queue_depth=io.queue_depth, request_bytes=io.request_bytes)
+        with ExitStack() as stack:
+            stack.callback(backend.close)
+            store = self._open_store(backend)
+            stack.callback(self._close_store, store, fresh_output)
+            (self.output_dir / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
+            (self.output_dir / "plan.json").write_text(
+                json.dumps(self.prepared.memory.to_dict(), indent=2) + "\n", encoding="utf-8"
+            )
+            pool = BufferPool()
+            source = WeightSource(
+                self.prepared.checkpoint, self.prepared.built.keymap, backend, pool, direct=io.direct
+            )
+            stack.callback(source.close)
+            self._load_buffers(source)
+            swap, adam, engine = self._assemble(stack, store, source, pool)
+            if reference is not None:
+                verify(engine, check_batch, reference, self.prepared.dtype)
+            history, counters = self._train(engine, swap, adam, store, source, identity)
+            self._export(swap, source, pool)
+        final = process_memory()
+        return Result(
+            self.output_dir, rows.total_steps, history.losses, history.grad_norms, history.evaluations,
+            history.step_seconds,
+            {kind: counts["read"] for kind, counts in counters.items()},
+            {kind: counts["written"] for kind, counts in counters.items()},
+            self.prepared.memory.host_bytes, final.peak_rss_bytes,
+            [path for path in history.checkpoints if path.exists()],
+        )  # fmt: skip
+
+    def _leave_if_asked(self, when: str) -> None:
+        if self.signals.requested is not None:
+            raise Interrupted(f"stopped {when}.", self.signals.requested)
+
+    def _open_store(self, backend: Backend) -> Store:
+        direct = self.config.io.direct
+        if self.resumed:
+            folders = checkpoint_folders(self.output_dir)
+            return Store.open(
+                self.directories, self.units, checkpoints={f: read_manifest(f) for f in folders},
+                live=self.resumed[0], backend=backend, output_dir=self.output_dir, copies=self.copies,
+                direct=direct,
+            )  # fmt: skip
+        prepare_directories([str(path) for path in self.directories])
+        return Store.create(
+            self.directories, self.units, copies=self.copies, run_id=uuid.uuid4().hex, backend=backend,
+            output_dir=self.output_dir, check_bytes=self._check_bytes(), direct=direct,
+        )  # fmt: skip
+
+    def _check_bytes(self) -> int:
+        """Return a checksum's piece: half a chunk, so that chunks of 2-byte states are whole pieces too."""
+        return max(self.config.io.chunk_bytes // 4 // 2048, 1) * 2048 * 2
+
+    def _close_store(self, store: Store, fresh_output: bool) -> None:
+        """Close the store; without a checkpoint its states are of no use to anybody."""
+        keep = bool(checkpoint_folders(self.output_dir))
+        store.close(delete_files=not keep)
+        if not keep and not self.config.io.swap_dirs:
+            shutil.rmtree(self.output_dir / "swap", ignore_errors=True)
+        if fresh_output and self.output_dir.exists() and not any(self.output_dir.iterdir()):
+            self.output_dir.rmdir()
+
+    def _load_buffers(self, source: WeightSource) -> None:
+        buffers = self.prepared.blocks.persistent_buffers()
+        if buffers:
+            into = {base_name(name): torch.empty_like(b, device="cpu") for name, b in buffers.items()}
+            source.load(list(into), into)
+            for name, buffer in buffers.items():
+                buffer.copy_(into[base_name(name)])
+
+    def _assemble(
+        self, stack: ExitStack, store: Store, source: WeightSource, pool: BufferPool
+    ) -> tuple[SwapManager, OutOfCoreAdam, Engine]:
+        training, prepared = self.config.training, self.prepared
+        swap = SwapManager(
+            prepared.layout, prepared.memory, source=source, initial=prepared.built.initial,
+            split=split_master, join=join_master, store=store, device=prepared.device, pool=pool,
+            input_bytes=prepared.compute.input_bytes,
+        )  # fmt: skip
+        adam = OutOfCoreAdam(
+            prepared.layout.trained_parts, swap,
+            AdamSettings(
+                training.adam_beta1, training.adam_beta2, training.adam_epsilon, training.weight_decay,
+                self.config.io.adam_threads,
+            ),
+            chunk_bytes=self.config.io.chunk_bytes, pool=pool,
+        )  # fmt: skip
+        if self.resumed:
+            swap.fresh.clear()
+            adam.steps = self.resumed[1].adam_steps
+        lanes = stack.enter_context(Lanes())
+        engine = Engine(
+            prepared.blocks, swap, adam, prepared.device, lanes, make_step_shape(prepared.blocks, swap),
+            seed=training.seed, max_grad_norm=training.max_grad_norm,
+        )  # fmt: skip
+        return swap, adam, engine
+
+    def _train(
+        self, engine: Engine, swap: SwapManager, adam: OutOfCoreAdam, store: Store,
+        source: WeightSource, identity: dict[str, Any],
+    ) -> tuple[History, dict[str, dict[str, int]]]:  # fmt: skip
+        rows, first = self.prepared.rows, self.resumed[1].step if self.resumed else 0
+        assert rows is not None
+        path = self.output_dir / "metrics.jsonl"
+        with MetricsWriter(path, resume_step=first) as metrics:
+            trainer = Trainer(
+                self.config, engine, output_dir=self.output_dir, swap=swap, adam=adam, store=store,
+                source=source, batches=rows.plan, evaluation=rows.evaluation,
+                total_steps=rows.total_steps, first_step=first, identity=identity, metrics=metrics,
+                progress=self.progress, signals=self.signals,
+            )  # fmt: skip
+            history = trainer.run()
+            counters = trainer.bytes_moved()
+        self.progress.finish()
+        return history, counters
+
+    def _export(self, swap: SwapManager, source: WeightSource, pool: BufferPool) -> None:
+        """Write the tuned weights; the memory of training is given back first."""
+        swap.free_slots()
+        pool.trim()
+        prepared = self.prepared
+        tensors = {spec.name: (part, spec) for part in prepared.layout.trained_parts for spec in part.tensors}
+        if prepared.built.peft is None:
+            keymap = prepared.built.keymap
+
+            def get_tensor(name: str) -> torch.Tensor:
+                part, spec = tensors[keymap.canonical(name)]
+                halves = keymap.dtype_of(name, prepared.checkpoint) == torch.bfloat16
+                return swap.read_tensor(part, spec, high_only=halves)
+
+            export_weights(
+                self.output_dir, checkpoint=prepared.checkpoint, keymap=keymap, get_tensor=get_tensor
+            )
+            return
+        with prepared.blocks.whole():
+            export_adapter(
+                self.output_dir,
+                peft_model=prepared.built.peft,
+                tensors={
+                    f"base_model.model.{name}": swap.read_tensor(part, spec)
+                    for name, (part, spec) in tensors.items()
+                },
+                base_model_name_or_path=self.config.model.model_name_or_path,
+                checkpoint=prepared.checkpoint,
+            )
+
+
+def _return_memory() -> None:
+    """Give freed memory back to the system (glibc keeps it otherwise)."""
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        logger.debug("no malloc_trim here")

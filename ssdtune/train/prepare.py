@@ -1,0 +1,262 @@
+"""Everything that is settled before a run touches a drive: model, rows, device, memory and disk plans.
+
+`ssdtune plan` stops here and prints it; `ssdtune.train.finetune` goes on from here. Bad input is found here,
+before anything is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssdtune.config.schema import Config
+from ssdtune.data import Batch, BatchPlan, Padding, TokenizedRows, eval_batches, load_rows, load_tokenizer
+from ssdtune.device import open_device
+from ssdtune.device.base import Device
+from ssdtune.errors import ConfigError
+from ssdtune.hardware.memory import available_host_memory, process_memory
+from ssdtune.io.buffers import aligned_size
+from ssdtune.model.blocks import BlockModel
+from ssdtune.model.build import BuiltModel, build_model
+from ssdtune.model.checkpoint import HfCheckpoint
+from ssdtune.model.layout import ModelLayout
+from ssdtune.model.loss import LOGIT_BYTES
+from ssdtune.plan.residency import ComputeSize, MemoryPlan, PartSize, plan_memory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Rows:
+    """The rows of a run, tokenized, and how they make up steps."""
+
+    train: TokenizedRows
+    plan: BatchPlan
+    evaluation: list[Batch]
+    total_steps: int
+
+
+@dataclass
+class Prepared:
+    """What a run is made of."""
+
+    config: Config
+    checkpoint: HfCheckpoint
+    device: Device
+    dtype: torch.dtype
+    built: BuiltModel
+    blocks: BlockModel
+    parts: list[PartSize]
+    compute: ComputeSize
+    memory: MemoryPlan
+    rows: Rows | None
+    max_length: int
+
+    @property
+    def layout(self) -> ModelLayout:
+        """The model's stages and parts."""
+        return self.blocks.layout
+
+
+def prepare(config: Config, *, with_rows: bool = True) -> Prepared:
+    """Open the model, read the rows, and plan the memory.
+
+    Raises:
+        ConfigError: Something about the input is wrong.
+        CapacityError: It does not fit into the memory.
+    """
+    checkpoint = HfCheckpoint.open(
+        config.model.model_name_or_path, convert_dir=Path(config.training.output_dir) / "converted"
+    )
+    device = open_device(config.memory.device)
+    dtype = choose_dtype(config.model.dtype, device)
+    if config.memory.compute_threads:
+        torch.set_num_threads(config.memory.compute_threads)
+    rows = read_rows(config, checkpoint) if with_rows else None
+    built = build_model(
+        checkpoint,
+        dtype=dtype,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+        lora=config.lora if config.method == "lora" else None,
+        adapter=Path(config.model.adapter).expanduser() if config.model.adapter else None,
+        seed=config.training.seed,
+    )
+    blocks = BlockModel(built, device.torch_device)
+    max_length = longest_sequence(config, rows)
+    parts = part_sizes(blocks.layout)
+    compute = compute_size(config, blocks, max_length, dtype)
+    memory = plan_memory(
+        parts,
+        compute,
+        num_blocks=blocks.layout.num_blocks,
+        base_bytes=process_memory().rss_bytes,
+        budget_bytes=host_budget(config),
+        cache_bytes=config.memory.host_cache,
+        chunk_bytes=config.io.chunk_bytes,
+        prefetch_depth=config.io.prefetch_depth,
+        clipping=config.training.max_grad_norm > 0,
+        activations=config.memory.activations,
+    )
+    return Prepared(
+        config, checkpoint, device, dtype, built, blocks, parts, compute, memory, rows, max_length
+    )
+
+
+def choose_dtype(name: str, device: Device) -> torch.dtype:
+    """Return the compute dtype.
+
+    Raises:
+        ConfigError: A card was asked for a dtype that it lacks.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.supports(torch.bfloat16) else torch.float32
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+    if not device.supports(dtype):
+        if device.torch_device.type != "cpu":
+            raise ConfigError(f"{device.name} has no {name} in hardware. Use --dtype fp32 or auto.")
+        logger.warning(
+            "this CPU has no instructions for %s: it is emulated, many times slower. --dtype auto takes fp32.",
+            name,
+        )
+    return dtype
+
+
+def read_rows(config: Config, checkpoint: HfCheckpoint) -> Rows:
+    """Read and tokenize the training and held-out rows."""
+    try:
+        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=config.model.trust_remote_code)
+    except ConfigError:
+        # Rows that are tokenized already need none; others ask for it with the same error.
+        tokenizer = None
+        if not _tokenized(Path(config.data.train_file).expanduser()):
+            raise
+    vocab_size = _vocab_size(checkpoint)
+    train = load_rows(config.data.train_file, tokenizer, config.data, vocab_size=vocab_size)
+    padding = Padding.of(tokenizer)
+    training = config.training
+    plan = BatchPlan(
+        train,
+        batch_size=training.per_device_train_batch_size,
+        accumulation_steps=training.gradient_accumulation_steps,
+        seed=training.seed if training.data_seed is None else training.data_seed,
+        shuffle=config.data.shuffle,
+        pack_length=config.data.max_length if config.data.packing else None,
+        padding=padding,
+    )
+    evaluation: list[Batch] = []
+    if config.data.eval_file:
+        held_out = load_rows(config.data.eval_file, tokenizer, config.data, vocab_size=vocab_size)
+        size = training.per_device_eval_batch_size or training.per_device_train_batch_size
+        evaluation = list(eval_batches(held_out, batch_size=size, padding=padding))
+    for line in train.report.summary():
+        logger.info("%s: %s", config.data.train_file, line)
+    return Rows(train, plan, evaluation, plan.num_steps(training.num_train_epochs, training.max_steps))
+
+
+def _tokenized(path: Path) -> bool:
+    """Say whether the first row is tokenized already."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return '"input_ids"' in next((line for line in file if line.strip()), "")
+    except (OSError, UnicodeDecodeError):
+        return True  # the reader says what is wrong
+
+
+def _vocab_size(checkpoint: HfCheckpoint) -> int | None:
+    config = checkpoint.config
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+
+
+def longest_sequence(config: Config, rows: Rows | None) -> int:
+    """Return the longest sequence of the run, in tokens."""
+    if rows is None or config.data.packing:
+        return config.data.max_length
+    lengths = [int(rows.train.lengths.max())]
+    lengths += [batch.input_ids.shape[1] for batch in rows.evaluation]
+    return max(lengths)
+
+
+def host_budget(config: Config) -> int:
+    """Return the host memory that the whole process may take, in bytes."""
+    if config.memory.host_memory is not None:
+        return config.memory.host_memory
+    # A tenth of what is free is left to others.
+    return int(available_host_memory().bytes * 0.9) + process_memory().rss_bytes
+
+
+def part_sizes(layout: ModelLayout) -> list[PartSize]:
+    """Return the sizes of all parts, for the planner."""
+    return [
+        PartSize(
+            part.name, part.stage, part.weight_bytes, part.numel, part.trained,
+            split=part.trained and part.dtype != torch.float32,
+        )
+        for part in layout.parts
+    ]  # fmt: skip
+
+
+def compute_size(config: Config, blocks: BlockModel, length: int, dtype: torch.dtype) -> ComputeSize:
+    """Estimate the memory that computing needs for the longest micro-batch.
+
+    A block's backward pass keeps, per token, some 16 hidden vectors (norms in and out, queries, keys, values,
+    attention, residuals, and the fp32 copies that norms make) and 5 feed-forward ones, and makes a gradient of
+    one weight at a time.
+    """
+    text = blocks.model.config.get_text_config()
+    hidden, item = text.hidden_size, dtype.itemsize
+    sequences = max(
+        config.training.per_device_train_batch_size, config.training.per_device_eval_batch_size or 1
+    )
+    tokens = sequences * length
+    inner = _feed_forward_size(text, hidden)
+    heads = getattr(text, "num_attention_heads", 1)
+    scores = sequences * length * length * 4
+    if getattr(text, "_attn_implementation", None) == "eager":
+        scores *= 4 * heads
+    parts = [part for part in blocks.layout.parts if part.stage.startswith("block.")]
+    largest = max(spec.numel for part in parts for spec in part.tensors)
+    saved = tokens * (16 * hidden + 5 * inner) * item + scores
+    head = next(part for part in reversed(blocks.layout.parts) if part.stage in ("embed", "head"))
+    head_gradient = max(spec.numel for spec in head.tensors) * item if head.trained else 0
+    return ComputeSize(
+        block_bytes=saved + 2 * largest * item,
+        head_bytes=4 * min(LOGIT_BYTES, tokens * text.vocab_size * 4) + head_gradient,
+        input_bytes=aligned_size(tokens * hidden * item),
+        num_micro_batches=config.training.gradient_accumulation_steps,
+        entry_bytes=scores + 3 * tokens * hidden * item,
+    )
+
+
+def _feed_forward_size(text: Any, hidden: int) -> int:
+    names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ffn_config")
+    sizes = [getattr(text, name, None) for name in names]
+    known = [size for size in sizes if isinstance(size, int)]
+    inner = max(known, default=4 * hidden)
+    return inner * (getattr(text, "num_experts_per_tok", None) or 1)
+
+
+def summary_lines(prepared: Prepared, swap_bytes: int, directories: Sequence[Path]) -> list[str]:
+    """Return what is about to happen, a few lines for people."""
+    from ssdtune.units import format_disk, format_memory
+
+    layout, plan = prepared.layout, prepared.memory
+    total = sum(spec.numel for part in layout.parts for spec in part.tensors)
+    trained = sum(spec.numel for part in layout.trained_parts for spec in part.tensors)
+    streamed = [part.name for part in prepared.parts if part.name not in plan.resident]
+    kept = len(prepared.parts) - len(streamed)
+    waits = {"host": "in memory", "ssd": "on SSD", "overlap": "not at all: updates overlap backward"}
+    return [
+        f"{prepared.checkpoint.name_or_path}: {prepared.built.model.config.model_type}, "
+        f"{total / 1e9:.3g}B parameters in {layout.num_blocks} blocks, {trained / 1e9:.3g}B trained, "
+        f"computed in {str(prepared.dtype).removeprefix('torch.')} on {prepared.device.name}",
+        f"host memory: {format_memory(plan.host_bytes)} planned of {format_memory(plan.budget_bytes)}; "
+        f"{len(streamed)} of {len(streamed) + kept} parts streamed, gradients wait {waits[plan.gradients]}, "
+        f"block inputs {'on SSD' if plan.input_slots else 'in memory'}",
+        f"swap space: {format_disk(swap_bytes)} in {', '.join(str(d) for d in directories)}",
+    ]

@@ -1,0 +1,220 @@
+"""The loop around the engine: steps, metrics, evaluations, checkpoints, and the end of the run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ssdtune.config.schema import Config
+from ssdtune.data.batches import Batch, BatchPlan
+from ssdtune.errors import Interrupted
+from ssdtune.model.source import WeightSource
+from ssdtune.optim.schedule import learning_rate, warmup_count
+from ssdtune.plan.schedule import Lane
+from ssdtune.report.metrics import MetricsWriter
+from ssdtune.report.progress import Progress
+from ssdtune.store.store import Store
+from ssdtune.swap.manager import SwapManager
+from ssdtune.swap.update import OutOfCoreAdam
+from ssdtune.train.checkpoint import TrainerState, save_checkpoint
+from ssdtune.train.engine import Engine
+from ssdtune.train.lanes import Span
+from ssdtune.train.signals import StopSignals
+
+logger = logging.getLogger(__name__)
+
+Bytes = dict[str, dict[str, int]]
+
+
+@dataclass
+class History:
+    """What the run gave, step by step."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    checkpoints: list[Path] = field(default_factory=list)
+
+
+class Trainer:
+    """Runs all steps of a run.
+
+    Args:
+        batches: Which rows make up which step.
+        evaluation: Micro-batches of the held-out rows.
+        total_steps: Steps of the whole run.
+        first_step: Steps done before (resume).
+        identity: What a resumed run must share with this one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        *,
+        output_dir: Path,
+        swap: SwapManager,
+        adam: OutOfCoreAdam,
+        store: Store,
+        source: WeightSource,
+        batches: BatchPlan,
+        evaluation: Sequence[Batch],
+        total_steps: int,
+        first_step: int,
+        identity: dict[str, Any],
+        metrics: MetricsWriter,
+        progress: Progress,
+        signals: StopSignals,
+    ) -> None:
+        self.history = History()
+        self._config = config.training
+        self._engine = engine
+        self._swap = swap
+        self._adam = adam
+        self._store = store
+        self._source = source
+        self._batches = batches
+        self._evaluation = evaluation
+        self._total = total_steps
+        self._first = first_step
+        self._identity = identity
+        self._metrics = metrics
+        self._progress = progress
+        self._signals = signals
+        self._output_dir = output_dir
+        self._warmup = warmup_count(self._config.warmup_steps, total_steps)
+
+    def run(self) -> History:
+        """Run to the end.
+
+        Raises:
+            Interrupted: A signal came; the run was saved first.
+            SsdtuneError: A step failed; the last checkpoint is whole.
+        """
+        for step in range(self._first, self._total):
+            saves = self._saves_after(step)
+            self._store.checksum_writes(saves)
+            self._step(step)
+            done = step + 1
+            if self._evaluates_after(step):
+                self._evaluate(done)
+            if self._signals.requested is not None and done < self._total:
+                self._stop(done)
+            if saves:
+                self._save(done)
+        return self.history
+
+    def _saves_after(self, step: int) -> bool:
+        every = self._config.save_steps
+        return every > 0 and (step + 1) % every == 0
+
+    def _evaluates_after(self, step: int) -> bool:
+        if not self._evaluation:
+            return False
+        every = self._config.eval_steps or self._batches.steps_per_epoch
+        return (step + 1) % every == 0 or step + 1 == self._total
+
+    def _step(self, step: int) -> None:
+        batches = self._batches.step_batches(step)
+        rate = learning_rate(
+            self._config.lr_scheduler_type, step, self._total, self._config.learning_rate, self._warmup
+        )
+        before, begin = self.bytes_moved(), time.perf_counter()
+        self._store.check_files()
+        result = self._engine.train_step(batches, step, rate)
+        seconds = time.perf_counter() - begin
+        after = self.bytes_moved()
+        self.history.losses.append(result.loss)
+        self.history.grad_norms.append(result.grad_norm)
+        self.history.step_seconds.append(seconds)
+        values = {
+            "epoch": self._batches.epoch_of(step),
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "clip_scale": result.clip_scale,
+            "learning_rate": rate,
+            "learned_tokens": result.learned_tokens,
+            "tokens": sum(int(batch.attention_mask.sum()) for batch in batches),
+            "rows": [row for batch in batches for row in batch.rows],
+            "step_s": seconds,
+            "stall_share": _stall_share(result.spans, seconds),
+            "lane_s": _busy(result.spans),
+            "bytes_read": _difference(after, before, "read"),
+            "bytes_written": _difference(after, before, "written"),
+        }
+        values["tokens_per_s"] = values["tokens"] / seconds
+        self._metrics.write("step", step + 1, values)
+        self._progress.step({"step": step + 1, **values})
+
+    def bytes_moved(self) -> Bytes:
+        """Return the bytes moved so far, by kind."""
+        counters = self._store.counters
+        counters["weights"]["read"] += self._source.bytes_read
+        return counters
+
+    def _evaluate(self, done: int) -> None:
+        begin = time.perf_counter()
+        loss, tokens = self.evaluate()
+        values = {"eval_loss": loss, "eval_tokens": tokens, "eval_s": time.perf_counter() - begin}
+        self.history.evaluations.append((done, loss))
+        self._metrics.write("evaluation", done, values)
+        self._progress.evaluation({"step": done, **values})
+
+    def evaluate(self) -> tuple[float, int]:
+        """Return the token-weighted mean loss on the held-out rows, and their learned tokens."""
+        total, count = 0.0, 0
+        for group in _groups(self._evaluation, self._config.gradient_accumulation_steps):
+            loss, tokens = self._engine.evaluate(group)
+            total += loss
+            count += tokens
+        return total / max(count, 1), count
+
+    def _save(self, done: int) -> Path:
+        begin = time.perf_counter()
+        self._store.checksum_writes(True)
+        self._swap.flush()
+        self._metrics.sync()
+        state = TrainerState(done, self._total, self._adam.steps, self._identity)
+        folder = save_checkpoint(self._output_dir, self._store, state, keep=self._config.save_total_limit)
+        self.history.checkpoints.append(folder)
+        self._progress.note(f"saved {folder} in {time.perf_counter() - begin:.2f} s")
+        return folder
+
+    def _stop(self, done: int) -> None:
+        """Save and leave, because a signal asked for it."""
+        number = self._signals.requested
+        assert number is not None
+        folder = self._save(done)
+        raise Interrupted(
+            f"stopped after step {done} of {self._total}; saved {folder}. "
+            "Go on with --resume-from-checkpoint last.",
+            number,
+        )
+
+
+def _groups(batches: Sequence[Batch], size: int) -> Iterator[Sequence[Batch]]:
+    for start in range(0, len(batches), size):
+        yield batches[start : start + size]
+
+
+def _difference(after: Bytes, before: Bytes, direction: str) -> dict[str, int]:
+    return {kind: counts[direction] - before[kind][direction] for kind, counts in after.items()}
+
+
+def _busy(spans: Sequence[Span]) -> dict[str, float]:
+    """Return the seconds that each lane worked."""
+    busy: dict[str, float] = {lane.value: 0.0 for lane in Lane}
+    for span in spans:
+        busy[span.operation.lane.value] += span.end_s - span.start_s
+    return busy
+
+
+def _stall_share(spans: Sequence[Span], seconds: float) -> float:
+    """Return the share of the step in which nothing was computed."""
+    return max(0.0, 1.0 - _busy(spans)[Lane.COMPUTE.value] / seconds)
+

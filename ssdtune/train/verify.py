@@ -1,0 +1,184 @@
+"""Before the first step: the loss of one batch, streamed, must be what transformers itself computes.
+
+transformers runs the model whole where it fits into the memory that is left, else a copy of it with as many
+of its first blocks as fit; the streamed side then stops after the same blocks. So real weights, masks and
+per-layer arguments are compared in every case.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ssdtune.errors import MismatchError
+from ssdtune.model.loss import IGNORED
+
+if TYPE_CHECKING:
+    from ssdtune.data.batches import Batch
+    from ssdtune.train.engine import Engine
+    from ssdtune.train.prepare import Prepared
+
+logger = logging.getLogger(__name__)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the relative difference of losses that rounding explains.
+
+    fp32 sums in another order differ by some 1e-6. bf16 keeps 8 bits: a loss is a mean over tokens of logits
+    that differ by up to 2^-8 relative, which averages out to well under 2e-2; a lost mask or a wrong scale
+    shows as more.
+    """
+    return 1e-4 if dtype == torch.float32 else 2e-2
+
+
+def compare(streamed: float, reference: float, dtype: torch.dtype, where: str) -> None:
+    """Compare two mean losses.
+
+    Raises:
+        MismatchError: They differ by more than rounding.
+    """
+    limit = tolerance(dtype) * max(1.0, abs(reference))
+    if not math.isfinite(streamed) or not math.isfinite(reference):
+        raise MismatchError(
+            f"the loss of the first batch is not finite (streamed {streamed}, transformers {reference}). "
+            "Look at the rows with `ssdtune data`, and at the weights."
+        )
+    if abs(streamed - reference) > limit:
+        raise MismatchError(
+            f"the loss of the first batch is {streamed:.6f} when streamed, but transformers computes "
+            f"{reference:.6f} ({where}): this model is not taken apart correctly, so training it would be "
+            "wrong. Please report the model; --no-verify trains all the same."
+        )
+    logger.info("first batch: loss %.6f streamed, %.6f by transformers (%s)", streamed, reference, where)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers computed: the mean loss of one batch, through the first `num_blocks` blocks."""
+
+    loss: float
+    num_blocks: int
+
+
+def reference_losses(prepared: Prepared, batch: Batch) -> Reference | None:
+    """Run transformers on one batch, with as many blocks as half of the memory budget holds.
+
+    Returns:
+        None where not even one block fits, or an adapter cannot be cut with the model.
+    """
+    num_blocks = _blocks_that_fit(prepared)
+    whole = num_blocks == prepared.layout.num_blocks
+    if num_blocks == 0 or (prepared.config.model.adapter and not whole):
+        logger.warning(
+            "the first batch is not compared with transformers: the model is too large for the memory budget"
+        )
+        return None
+    model = _load_first_blocks(prepared, num_blocks)
+    try:
+        return Reference(_mean_loss(model, batch), num_blocks)
+    finally:
+        del model
+        _drop_page_cache(prepared)
+
+
+def verify(engine: Engine, batches: Sequence[Batch], reference: Reference, dtype: torch.dtype) -> None:
+    """Compare the streamed loss of a batch with the reference.
+
+    Raises:
+        MismatchError: They differ by more than rounding.
+    """
+    loss, tokens = engine.evaluate(batches, num_blocks=reference.num_blocks)
+    compare(loss / tokens, reference.loss, dtype, f"{reference.num_blocks} blocks")
+
+
+def _blocks_that_fit(prepared: Prepared) -> int:
+    """Return how many blocks, with everything outside of them, half of the budget holds besides the process."""
+    sizes: dict[str, int] = {}
+    for part in prepared.parts:
+        sizes[part.stage] = sizes.get(part.stage, 0) + part.weight_bytes
+    room = (prepared.memory.budget_bytes - prepared.memory.breakdown["process"]) // 2
+    room -= sum(size for stage, size in sizes.items() if not stage.startswith("block."))
+    count = 0
+    for number in range(prepared.layout.num_blocks):
+        room -= sizes[f"block.{number}"]
+        if room < 0:
+            break
+        count += 1
+    return count
+
+
+def _load_first_blocks(prepared: Prepared, num_blocks: int) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path, settings = prepared.checkpoint.path, prepared.config.model
+    config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+    text = config.get_text_config()
+    if num_blocks < prepared.layout.num_blocks:
+        text.num_hidden_layers = num_blocks
+        for name in ("layer_types", "attention_layers"):
+            if isinstance(getattr(text, name, None), list):
+                setattr(text, name, getattr(text, name)[:num_blocks])
+    options: dict[str, Any] = {}
+    if settings.attn_implementation:
+        options["attn_implementation"] = settings.attn_implementation
+    with quiet_transformers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=prepared.dtype, trust_remote_code=settings.trust_remote_code, **options
+        )
+        if settings.adapter:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, settings.adapter)
+    return model
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers from showing bars and reports about loading part of a model."""
+    from transformers.utils import logging as their_logging
+
+    level = their_logging.get_verbosity()
+    bars = their_logging.is_progress_bar_enabled()
+    their_logging.set_verbosity_error()
+    their_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        their_logging.set_verbosity(level)
+        if bars:
+            their_logging.enable_progress_bar()
+
+
+def _drop_page_cache(prepared: Prepared) -> None:
+    """Let go of the pages of the original files that loading has read; they count against the budget."""
+    gc.collect()
+    for path in {extent.path for extent in prepared.checkpoint.tensors.values()}:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _mean_loss(model: torch.nn.Module, batch: Batch) -> float:
+    inputs = {"input_ids": torch.from_numpy(batch.input_ids)}
+    if batch.position_ids is None:
+        inputs["attention_mask"] = torch.from_numpy(batch.attention_mask)
+    else:
+        inputs["position_ids"] = torch.from_numpy(batch.position_ids)
+    labels = torch.from_numpy(batch.labels)
+    learned = int((labels[:, 1:] != IGNORED).sum())
+    model.eval()
+    with torch.no_grad():
+        result = model(**inputs, labels=labels, use_cache=False, num_items_in_batch=torch.tensor(learned))
+    return result.loss.item()
