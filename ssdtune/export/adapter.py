@@ -148,13 +148,21 @@ def read_adapter(
         ) from error
     finally:
         del peft_model.load_state_dict
-    expected = {name for name in peft_model.state_dict() if _belongs(name, adapter_name)}
-    missing = sorted(expected - names.keys())
-    unknown = sorted(names.keys() - peft_model.state_dict().keys())
+    shapes = {name: tensor.shape for name, tensor in peft_model.state_dict().items()}
+    missing = sorted({name for name in shapes if _belongs(name, adapter_name)} - names.keys())
+    unknown = sorted(names.keys() - shapes.keys())
+    hint = "Name the base model that the adapter was made for."
     if missing or unknown:
         what = f"lacks {missing[0]}" if missing else f"holds {unknown[0]}, which the model has not"
-        raise FormatError(f"{path} {what} ({len(missing)} missing, {len(unknown)} unknown tensors). "
-                          "Name the base model that the adapter was made for.")  # fmt: skip
+        raise FormatError(
+            f"{path} {what} ({len(missing)} missing, {len(unknown)} unknown tensors). {hint}"
+        )
+    for name, tensor in names.items():
+        if tensor.shape != shapes[name]:
+            raise FormatError(
+                f'{path}: "{name}" has shape {list(tensor.shape)}, and the model with the settings of {CONFIG} '
+                f"{list(shapes[name])}. {hint}"
+            )
     return names
 
 
