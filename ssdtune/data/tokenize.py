@@ -29,23 +29,33 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    model: str | Path, *, trust_remote_code: bool = False, missing_ok: bool = False
+) -> Any:
     """Load the tokenizer of a checkpoint folder, or of a hub id in the local cache; never downloads.
+
+    Args:
+        missing_ok: Return None for a folder without tokenizer. Rows that are tokenized already need none,
+            and others are refused by `load_rows`.
 
     Raises:
         ConfigError: There is no tokenizer, or it cannot be opened.
     """
     from transformers import AutoTokenizer
 
-    folder = Path(model)
+    folder = Path(model).expanduser()
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        if missing_ok:
+            return None
         raise ConfigError(
             f"{folder} has no tokenizer (no {', '.join(_TOKENIZER_FILES[:3])}). Copy the tokenizer's files "
             "of the original model there, or use rows that are tokenized already (input_ids)."
         )
     try:
         return AutoTokenizer.from_pretrained(
-            str(model), local_files_only=True, trust_remote_code=trust_remote_code
+            str(folder if folder.is_dir() else model),
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # each tokenizer class fails in its own way
         reason = str(error).strip().split("\n")[0] or type(error).__name__

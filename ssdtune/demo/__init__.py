@@ -7,11 +7,12 @@ The model starts from random weights, so its loss at the start is the logarithm 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from ssdtune.errors import ConfigError
 
 TRAIN_FILE = Path(__file__).with_name("train.jsonl")
 EVAL_FILE = Path(__file__).with_name("eval.jsonl")
@@ -52,42 +53,57 @@ def make_demo_checkpoint(folder: str | Path, *, seed: int = 0, size: str = "tiny
     Args:
         folder: Where the checkpoint shall be; its parents are made.
         seed: Random state of the weights.
-        size: "tiny" (3 million parameters) or "small" (20 million).
+        size: "tiny" (2.8 million parameters) or "small" (17 million).
 
     Raises:
-        FileExistsError: The folder has something else in it.
+        ConfigError: The folder has something else in it, or cannot be written.
         ValueError: There is no such size.
     """
     if size not in _SIZES:
         raise ValueError(f'no demo model of size "{size}"; there are {", ".join(_SIZES)}')
     folder = Path(folder).expanduser().absolute()
     wanted = {"format": 1, "size": size, "seed": seed}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if _marker(folder) == wanted:
+    try:
+        if _complete(folder, wanted):
             return folder
-        if _marker(folder) is None:
-            raise FileExistsError(
+        if folder.exists() and not _replaceable(folder):
+            raise ConfigError(
                 f"{folder} exists and is no demo checkpoint. Name another folder, or move it away."
             )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"cannot make the demo checkpoint {folder}: {reason}.") from error
     try:
         made = temporary / "checkpoint"
         _write(made, seed, _SIZES[size])
-        (made / _MARKER).write_text(json.dumps(wanted))
+        files = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
+        (made / _MARKER).write_text(json.dumps({**wanted, "files": files}, indent=1))
         if folder.exists():
             shutil.rmtree(folder)
-        os.replace(made, folder)
+        made.replace(folder)
+    except OSError:
+        if not _complete(folder, wanted):  # else another process made the same at the same time
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
-def _marker(folder: Path) -> Any:
+def _replaceable(folder: Path) -> bool:
+    return folder.is_dir() and (not any(folder.iterdir()) or (folder / _MARKER).exists())
+
+
+def _complete(folder: Path, wanted: dict[str, Any]) -> bool:
+    """Say whether the folder holds this very checkpoint, with every file as long as it was written."""
     try:
-        return json.loads((folder / _MARKER).read_text())
-    except (OSError, ValueError):
-        return None
+        marker = json.loads((folder / _MARKER).read_text())
+        files = marker.pop("files")
+        sizes = {name: (folder / name).stat().st_size for name in files}
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return bool(marker == wanted and sizes == files)
 
 
 def _write(folder: Path, seed: int, shape: dict[str, int]) -> None:
@@ -95,7 +111,9 @@ def _write(folder: Path, seed: int, shape: dict[str, int]) -> None:
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     tokenizer = _train_tokenizer(shape["vocab_size"])
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    ids = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
     config = LlamaConfig(**shape, **ids, max_position_embeddings=512, tie_word_embeddings=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -121,9 +139,9 @@ def _train_tokenizer(vocab_size: int) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator(
-        (message["content"] for row in rows for message in row["messages"]), trainer
-    )
+    messages = [message for row in rows for message in row["messages"]]
+    texts = (f"{message['role']}\n{message['content']}" for message in messages)
+    core.train_from_iterator(texts, trainer)
     core.post_processor = processors.TemplateProcessing(
         single=f"{_BOS} $A", special_tokens=[(_BOS, core.token_to_id(_BOS))]
     )

@@ -97,7 +97,7 @@ def test_bytes_that_are_not_utf8_are_placed(tmp_path):
 
 
 def test_missing_file_and_folder_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="none.jsonl does not exist"):
+    with pytest.raises(ConfigError, match=r"none\.jsonl does not exist"):
         read(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="is a directory"):
         read(tmp_path)

@@ -237,6 +237,7 @@ def test_row_that_the_template_refuses_is_named(write):
 def test_folder_without_tokenizer_is_named(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match=r"has no tokenizer \(no tokenizer\.json"):
         load_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path, missing_ok=True) is None
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot load the tokenizer of"):
         load_tokenizer(tmp_path)
