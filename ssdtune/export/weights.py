@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ssdtune.errors import ConfigError
@@ -27,7 +28,8 @@ from ssdtune.model.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 _TOKENIZER = re.compile(
     r"token|^vocab|^merges|^special_|\.(jinja|model|tiktoken|spm|vocab|bpe)$", re.IGNORECASE
 )
-_ROUND_ELEMENTS = 1 << 22
+_ROUND_ELEMENTS = 1 << 18
+_NAN = 0x7FC0
 
 GetTensor = Callable[[str], torch.Tensor]
 """Gives a parameter by its name in the model: float32 or the exported dtype, on the CPU."""
@@ -98,12 +100,13 @@ def round_to(
     """
     if tensor.dtype == torch.float32 and dtype == torch.bfloat16 and half_up:
         result = torch.empty(tensor.shape, dtype=dtype)
-        target = result.view(-1)
-        flat = tensor.contiguous().view(-1)
-        for start in range(0, flat.numel(), _ROUND_ELEMENTS):
-            piece = flat[start : start + _ROUND_ELEMENTS]
-            halves = (piece.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(dtype)
-            target[start : start + _ROUND_ELEMENTS] = torch.where(piece.isnan(), torch.nan, halves)
+        values = tensor.detach().contiguous().view(-1).numpy()
+        target = result.view(-1).view(torch.int16).numpy().view(np.uint16)
+        for start in range(0, values.size, _ROUND_ELEMENTS):
+            part = slice(start, start + _ROUND_ELEMENTS)
+            target[part] = values[part].view(np.uint32) + np.uint32(0x8000) >> np.uint32(16)
+            if (nan := np.isnan(values[part])).any():
+                target[part][nan] = _NAN
         return result
     result = tensor.to(dtype)
     if dtype == torch.float16 and not torch.equal(result.isfinite(), tensor.isfinite()):

@@ -106,7 +106,7 @@ def load_rules(model: Any, tensors: Iterable[str]) -> tuple[list[Rule], list[str
     converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state = model.state_dict()
     prefix = model.base_model_prefix
-    collected: dict[str, list[tuple[str, str | None]]] = {}
+    collected: dict[str, list[tuple[str | None, str]]] = {}
     unexpected = []
     for name in sorted(tensors, key=dot_natural_key):
         key, pattern = rename_source_key(name, renamings, converters, prefix, state)
@@ -121,11 +121,11 @@ def load_rules(model: Any, tensors: Iterable[str]) -> tuple[list[Rule], list[str
     return rules, unexpected
 
 
-def _rule(key: str, sources: list[tuple[Any, str]], converter_of: dict[str, Any]) -> Rule:
-    patterns = tuple(pattern for pattern, _ in sources)
+def _rule(key: str, sources: list[tuple[str | None, str]], converter_of: dict[str, Any]) -> Rule:
     inputs = tuple(name for _, name in sources)
-    if patterns[0] is None:
+    if sources[0][0] is None:
         return Rule(key, inputs[:1])
+    patterns = tuple(pattern or "" for pattern, _ in sources)
     return Rule(key, inputs, patterns, _empty_copy(converter_of[patterns[0]]))
 
 

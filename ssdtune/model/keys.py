@@ -46,7 +46,7 @@ class KeyMap:
         save_rules: In the order in which `save_pretrained` writes.
         shapes: Shape of each parameter and persistent buffer, by its name in the model.
         buffers: Names of the persistent buffers among them.
-        aliases: Further names of tied parameters, with the name that `load_rules` and `save_rules` use.
+        aliases: Further names of tied parameters, with the one that named_parameters() and `load_rules` use.
         unexpected: Checkpoint tensors that the model has no use for.
         initial: Persistent buffers that the checkpoint lacks, with the values that the model gives them.
         num_parameters: Elements of all parameters, tied ones once.
@@ -118,9 +118,10 @@ class KeyMap:
         return name
 
     def dtype_of(self, name: str, checkpoint: HfCheckpoint) -> torch.dtype:
-        """Return the dtype in which the checkpoint holds a parameter (that of its first tensor)."""
+        """Return the dtype in which the checkpoint holds a parameter; float32 if its tensors differ."""
         rule = self.load_rules[self.canonical(name)]
-        return TORCH_DTYPES[checkpoint.tensors[rule.inputs[0]].dtype]
+        dtypes = {checkpoint.tensors[tensor].dtype for tensor in rule.inputs}
+        return TORCH_DTYPES[dtypes.pop()] if len(dtypes) == 1 else torch.float32
 
 
 def _check_dtypes(rule: Rule, checkpoint: HfCheckpoint, buffers: Iterable[str]) -> None:
@@ -196,18 +197,20 @@ def _untie(model: Any, name: str) -> None:
 
 
 def _aliases(model: Any, load_rules: dict[str, Rule]) -> dict[str, str]:
-    """Return the names of shared parameters that are not loaded, with the loaded name of the same."""
+    """Return the further names of shared parameters, with the name that named_parameters() gives.
+
+    The rules move to that name.
+    """
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
-    aliases = {}
-    for names in names_of.values():
-        loaded = [name for name in names if name in load_rules]
-        for name in names:
-            if loaded and name != loaded[0]:
-                aliases[name] = loaded[0]
-    for name in aliases:
-        load_rules.pop(name, None)
+    aliases: dict[str, str] = {}
+    for name, *others in names_of.values():
+        aliases |= {other: name for other in others}
+        for other in others:
+            rule = load_rules.pop(other, None)
+            if rule is not None and name not in load_rules:
+                load_rules[name] = replace(rule, key=name) if rule.converter is None else rule
     return aliases
 
 

@@ -8,6 +8,7 @@ renaming are in `ssdtune.export.safetensors_writer`.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class SavedTensor:
     @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
-        return torch.Size(self.shape).numel() * DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 class SafetensorsFile:

@@ -36,8 +36,8 @@ MAX_GAP_BYTES = 64 << 10
 
 MAX_OPEN_FILES = 8
 
-Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Split float32 [N] into its bfloat16 high half and int16 low half."""
+Split = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+"""Split float32 [N] into the bfloat16 [N] and int16 [N] halves given as second and third argument."""
 
 Sink = Callable[[int, torch.Tensor], None]
 """Takes a piece of a tensor: index of its first element, and the flat elements in the file's dtype."""
@@ -326,9 +326,7 @@ def _split_into(halves: tuple[torch.Tensor, torch.Tensor], split: Split) -> Sink
 
     def sink(start: int, piece: torch.Tensor) -> None:
         part = slice(start, start + piece.numel())
-        made = split(piece.to(torch.float32))
-        high[part].copy_(made[0])
-        low[part].copy_(made[1])
+        split(piece.to(torch.float32), high[part], low[part])
 
     return sink
 

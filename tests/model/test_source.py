@@ -20,10 +20,11 @@ from tests.toy import ARCHITECTURES, make_checkpoint
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
     bits = master.contiguous().view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+    upper = (bits + 0x8000) >> 16
+    high.view(torch.int16).copy_(upper)
+    low.copy_(bits - (upper << 16))
 
 
 def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -194,6 +195,9 @@ def test_only_the_head_is_there(tmp_path) -> None:
         lambda t: t | {"lm_head.weight": t.pop("model.embed_tokens.weight")},
     )
     assert_equals_transformers(folder, torch.float32)
+    with opened(folder) as all_:
+        assert all_.keymap.canonical("lm_head.weight") == "model.embed_tokens.weight"
+        assert all_.keymap.canonical("model.embed_tokens.weight") == "model.embed_tokens.weight"
 
 
 def build(folder) -> KeyMap:
