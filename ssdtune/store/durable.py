@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,23 @@ def replace_dir(tmp: Path, final: Path) -> None:
     with _storage_errors("rename", final):
         tmp.rename(final)
     fsync_dir(final.parent)
+
+
+def remove_dir(path: Path) -> None:
+    """Remove a folder so that after a crash it is there whole or, under its name, not at all.
+
+    When this returns it is durably gone, so that what it referred to may be overwritten.
+
+    Raises:
+        StorageError: It could not be removed.
+    """
+    doomed = path.with_name(f".{path.name}.removed")
+    with _storage_errors("remove", path):
+        if doomed.exists():  # a crash came between
+            shutil.rmtree(doomed)
+        path.rename(doomed)
+        fsync_dir(path.parent)
+        shutil.rmtree(doomed)
 
 
 def _fsync(path: Path, flags: int) -> None:

@@ -5,7 +5,7 @@ the bytes mean, when they are needed, or how a checkpoint's folder looks. Places
 `ssdtune.store.layout`, versions in `ssdtune.store.versions`, owners in `ssdtune.store.lock`.
 
 A checkpoint, in order: wait for and commit all writes; `freeze(label, folder)`; `sync()`; write the
-returned manifest into a temporary folder; `durable.replace_dir`. To delete one: remove its folder, then
+returned manifest into a temporary folder; `durable.replace_dir`. To delete one: `durable.remove_dir`, then
 `release(label)`. So a crash at any instant leaves every complete folder with intact states.
 """
 

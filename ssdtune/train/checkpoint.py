@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdtune.errors import ConfigError, FormatError
-from ssdtune.store.durable import replace_dir, write_json_atomic
+from ssdtune.store.durable import remove_dir, replace_dir, write_json_atomic
 from ssdtune.store.store import Store
 
 FORMAT = 1
@@ -117,7 +117,7 @@ def save_checkpoint(output_dir: Path, store: Store, state: TrainerState, *, keep
 
 
 def _drop(store: Store, folder: Path) -> None:
-    shutil.rmtree(folder)
+    remove_dir(folder)
     if folder.name in store.frozen_labels:
         store.release(folder.name)
 

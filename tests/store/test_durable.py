@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ssdtune.errors import StorageError
-from ssdtune.store.durable import fsync_dir, replace_dir, write_json_atomic
+from ssdtune.store.durable import fsync_dir, remove_dir, replace_dir, write_json_atomic
 
 
 def test_json_is_replaced_whole(tmp_path):
@@ -55,3 +55,13 @@ def test_a_folder_that_is_there_is_not_replaced(tmp_path):
         replace_dir(tmp_path / "tmp", tmp_path / "checkpoint-1")
     assert (tmp_path / "checkpoint-1" / "file").read_text() == "checkpoint-1"
     assert (tmp_path / "tmp" / "file").read_text() == "tmp"
+
+
+def test_a_folder_is_removed_also_after_an_earlier_attempt_was_killed(tmp_path):
+    for name in ("checkpoint-1", ".checkpoint-1.removed"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "file").write_text(name)
+    remove_dir(tmp_path / "checkpoint-1")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(StorageError, match=r"remove of .*/checkpoint-1 failed.*ENOENT"):
+        remove_dir(tmp_path / "checkpoint-1")
