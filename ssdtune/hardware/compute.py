@@ -88,10 +88,10 @@ def _matmul_rate(device: str, dtype: object, seconds: float, clock: Clock) -> fl
     """Grow the matrices while there is time, so that a slow form does not take minutes."""
     import torch
 
-    rate, used = 0.0, 0.0
+    rate, last = 0.0, 0.0
     for n in (256, 512, 1024, 2048, 4096):
         flop = 3 * 2 * n**3
-        if rate and used + 2 * flop / rate > seconds:
+        if 8 * last > seconds:
             break
         weight, x = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
 
@@ -102,9 +102,8 @@ def _matmul_rate(device: str, dtype: object, seconds: float, clock: Clock) -> fl
             if device != "cpu":
                 torch.cuda.synchronize(device)
 
-        start = clock()
-        rate = max(rate, flop / _best_time(products, min(0.1, seconds / 8), clock))
-        used += clock() - start
+        last = _best_time(products, seconds / 8, clock)
+        rate = max(rate, flop / last)
     return rate
 
 

@@ -35,10 +35,10 @@ from ssdtune.io.select import open_backend, probe_backends
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-DEFAULT_SECONDS = 10.0
+DEFAULT_SECONDS = 8.0
 QUICK_SECONDS = 2.5
 
-_SHARES = {"drives": 0.55, "memory": 0.05, "adam": 0.2, "matmul": 0.2}
+_SHARES = {"drives": 0.5, "memory": 0.05, "adam": 0.2, "matmul": 0.25}
 
 
 @dataclass(frozen=True, kw_only=True)
