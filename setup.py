@@ -4,9 +4,14 @@ SSDTUNE_NATIVE=0 leaves the extension out: slower, but it needs no compiler.
 """
 
 import os
-from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
+
+
+def paths(pattern: str) -> list[str]:
+    root = Path(__file__).parent
+    return sorted(str(path.relative_to(root)) for path in root.glob(pattern))
 
 
 def native_extension() -> Extension:
@@ -14,8 +19,8 @@ def native_extension() -> Extension:
 
     return Extension(
         "ssdtune._native",
-        sources=sorted(glob("native/src/*.cpp")) + ["native/bindings/module.cpp"],
-        depends=glob("native/include/ssdtune/*.h"),
+        sources=[*paths("native/src/*.cpp"), "native/bindings/module.cpp"],
+        depends=paths("native/include/ssdtune/*.h"),
         include_dirs=["native/include", pybind11.get_include()],
         language="c++",
         extra_compile_args=[

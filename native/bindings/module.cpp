@@ -32,11 +32,13 @@ class View {
   // The elements, checked against the wanted format ("f", "h" or "H") and length.
   template <typename T>
   T* elements(const char* name, const char* format, std::size_t size) const {
-    if (view_.format == nullptr || std::strcmp(view_.format, format) != 0 || num_bytes() != size * sizeof(T)) {
+    if (view_.format == nullptr || std::strcmp(view_.format, format) != 0 ||
+        num_bytes() != size * sizeof(T)) {
       throw py::value_error(std::string(name) + ": wrong type or length");
     }
     if (reinterpret_cast<std::uintptr_t>(view_.buf) % alignof(T) != 0) {
-      throw py::value_error(std::string(name) + ": address is not a multiple of the element's size");
+      throw py::value_error(std::string(name) +
+                            ": address is not a multiple of the element's size");
     }
     return reinterpret_cast<T*>(view_.buf);
   }
@@ -50,8 +52,8 @@ class View {
   throw py::error_already_set();
 }
 
-// A transfer with the Python buffer that it uses. The buffer is released when the transfer is waited for, or
-// collected; never by an engine's thread.
+// A transfer with the Python buffer that it uses. The buffer is released when the transfer is
+// waited for, or collected; never by an engine's thread.
 class PyTransfer {
  public:
   PyTransfer(std::shared_ptr<ssdtune::Engine> engine, std::shared_ptr<ssdtune::Transfer> transfer,
@@ -158,7 +160,8 @@ double sum_of_squares(const py::object& values, std::size_t size, unsigned threa
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "Native I/O engines and optimizer kernels; see ssdtune.io.native and ssdtune.optim.adamw.";
+  module.doc() =
+      "Native I/O engines and optimizer kernels; see ssdtune.io.native and ssdtune.optim.adamw.";
 
   py::class_<PyTransfer>(module, "Transfer")
       .def("done", &PyTransfer::done)
@@ -171,6 +174,7 @@ PYBIND11_MODULE(_native, module) {
       .def("close", &PyEngine::close);
 
   module.def("simd_levels", &ssdtune::simd_levels);
+  module.def("simd_name", [] { return ssdtune::simd_levels().front(); });
   module.def("adamw", &adamw, py::arg("weights"), py::arg("low"), py::arg("exp_avg"),
              py::arg("exp_avg_sq"), py::arg("grad"), py::arg("size"), py::arg("scalars"),
              py::arg("threads"), py::arg("level"));

@@ -11,8 +11,9 @@
 #include <xmmintrin.h>
 #endif
 
-// One source for all instruction sets: the loops below are inlined into one function per set, where the
-// compiler vectorizes them for it. They are simple enough for that, and equal bits come for free.
+// One source for all instruction sets: the loops below are inlined into one function per set, where
+// the compiler vectorizes them for it. They are simple enough for that, and equal bits come for
+// free.
 #define SSDTUNE_INLINE inline __attribute__((always_inline))
 
 namespace ssdtune {
@@ -64,8 +65,8 @@ SSDTUNE_INLINE bool update_halves(const AdamArrays& a, const AdamScalars& s) {
   const float* __restrict__ grad = a.grad;
   std::uint32_t largest = 0;
   for (std::size_t i = 0; i < a.size; ++i) {
-    const std::uint32_t old =
-        (static_cast<std::uint32_t>(high[i]) << 16) + static_cast<std::uint32_t>(std::int32_t{low[i]});
+    const std::uint32_t old = (static_cast<std::uint32_t>(high[i]) << 16) +
+                              static_cast<std::uint32_t>(std::int32_t{low[i]});
     const float weight =
         new_weight(std::bit_cast<float>(old), grad[i], exp_avg[i], exp_avg_sq[i], s);
     const auto bits = std::bit_cast<std::uint32_t>(weight);
@@ -77,7 +78,8 @@ SSDTUNE_INLINE bool update_halves(const AdamArrays& a, const AdamScalars& s) {
   return largest < kHighNotFinite;
 }
 
-// Sum over one block: kLanes partial sums over elements i, i + kLanes, ..., then the lanes in order.
+// Sum over one block: kLanes partial sums over elements i, i + kLanes, ..., then the lanes in
+// order.
 SSDTUNE_INLINE double sum_block(const float* values, std::size_t size) {
   double lanes[kLanes] = {};
   std::size_t i = 0;
@@ -107,7 +109,7 @@ struct Kernels {
   bool (*supported)();
 };
 
-#define SSDTUNE_KERNELS(name, target)                                                        \
+#define SSDTUNE_KERNELS(name, target)                                                           \
   target bool update_##name(const AdamArrays& a, const AdamScalars& s) { return update(a, s); } \
   target double sum_block_##name(const float* v, std::size_t n) { return sum_block(v, n); }
 
@@ -151,7 +153,8 @@ class PlainArithmetic {
 #endif
 };
 
-// Calls work(first, last) on consecutive pieces of [0, size), each a multiple of `grain` but the last.
+// Calls work(first, last) on consecutive pieces of [0, size), each a multiple of `grain` but the
+// last.
 void in_parallel(std::size_t size, std::size_t grain, unsigned threads,
                  const std::function<void(std::size_t, std::size_t)>& work) {
   const std::size_t most = std::max<std::size_t>(size / kMinPerThread, 1);
@@ -203,7 +206,8 @@ bool adamw(const AdamArrays& arrays, const AdamScalars& scalars, unsigned thread
   return finite;
 }
 
-double sum_of_squares(const float* values, std::size_t size, unsigned threads, const std::string& level) {
+double sum_of_squares(const float* values, std::size_t size, unsigned threads,
+                      const std::string& level) {
   const Kernels& k = kernels(level);
   std::vector<double> sums((size + kBlock - 1) / kBlock);
   in_parallel(size, kBlock, threads, [&](std::size_t first, std::size_t last) {

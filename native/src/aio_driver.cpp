@@ -1,4 +1,5 @@
-// The kernel's own asynchronous I/O (io_submit), by plain system calls: libaio need not be installed.
+// The kernel's own asynchronous I/O (io_submit), by plain system calls: libaio need not be
+// installed.
 
 #include "ssdtune/driver.h"
 
@@ -49,7 +50,8 @@ class AioDriver final : public Driver {
     std::size_t first = 0;
     bool room = true;
     while (first < waiting_.size()) {
-      const long taken = syscall(SYS_io_submit, context_, waiting_.size() - first, &waiting_[first]);
+      const long taken =
+          syscall(SYS_io_submit, context_, waiting_.size() - first, &waiting_[first]);
       if (taken > 0) {
         first += static_cast<std::size_t>(taken);
       } else if (taken == 0 || errno == EAGAIN) {

@@ -22,6 +22,7 @@ RingEngine::RingEngine(Options options, std::unique_ptr<Driver> driver)
   int error = event_.get() < 0 ? errno : driver_->set_event(event_.get());
   if (error != 0) throw std::system_error(error, std::generic_category(), "eventfd");
   // Nothing is allocated once the thread runs: it must not fail halfway.
+  fresh_.reserve(slots_.size());
   later_.reserve(slots_.size());
   failed_.reserve(2 * slots_.size());  // a failed one may fail again while the list is gone through
   for (std::uint64_t slot = slots_.size(); slot > 0; --slot) free_slots_.push_back(slot - 1);
@@ -48,10 +49,12 @@ void RingEngine::run() {
         const std::uint64_t slot = free_slots_.back();
         free_slots_.pop_back();
         queue_.take(slots_[slot]);
-        push(slot);
+        fresh_.push_back(slot);
       }
       stopping = stopping_ && queue_.empty();
     }
+    for (const std::uint64_t slot : fresh_) push(slot);
+    fresh_.clear();
     if (stopping && free_slots_.size() == slots_.size()) return;
     const bool started = driver_->flush();
     if (failed_.empty()) pause(!started || !later_.empty());
@@ -73,7 +76,8 @@ void RingEngine::push(std::uint64_t slot) {
     failed_.push_back({slot, -attempt.error});
     return;
   }
-  driver_->push({transfer.write, transfer.fd, request.offset(), request.memory(), attempt.length, slot});
+  driver_->push(
+      {transfer.write, transfer.fd, request.offset(), request.memory(), attempt.length, slot});
 }
 
 void RingEngine::digest(const Completion& completion) {

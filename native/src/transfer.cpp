@@ -23,7 +23,8 @@ Next advance(Request& request, std::int64_t result) {
   }
   request.busy = 0;
   request.reached = stop;
-  // Direct I/O must start aligned, so the odd bytes are moved again. At the end of a file that shows no progress.
+  // Direct I/O must start aligned, so the odd bytes are moved again. At the end of a file that
+  // shows no progress.
   request.position = request.transfer->direct ? stop / kAlignment * kAlignment : stop;
   return stop == request.end ? Next::finished : Next::again;
 }
@@ -36,14 +37,16 @@ void TransferQueue::take(Request& request) {
   transfer->issued = end;
   ++transfer->requests;
   if (end < transfer->memory.size()) active_.push_back(transfer);
-  request = Request{.transfer = std::move(transfer), .position = start, .reached = start, .end = end};
+  request =
+      Request{.transfer = std::move(transfer), .position = start, .reached = start, .end = end};
 }
 
 bool TransferQueue::finish(Request& request) {
   Transfer& transfer = *request.transfer;
   --transfer.requests;
   if (request.reached < request.end) {
-    // All requests before this one were handed out too, so the lowest stop is the end of the gapless part.
+    // All requests before this one were handed out too, so the lowest stop is the end of the
+    // gapless part.
     transfer.outcome.moved = std::min(transfer.outcome.moved, request.reached);
     if (transfer.outcome.error == 0) transfer.outcome.error = request.error;
     if (transfer.issued < transfer.memory.size()) {

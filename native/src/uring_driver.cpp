@@ -63,7 +63,8 @@ class UringDriver final : public Driver {
   bool mapped() const { return sq_.valid() && cq_.valid() && sqes_.valid(); }
 
   int set_event(int event_fd) noexcept override {
-    const long rc = syscall(SYS_io_uring_register, ring_.get(), IORING_REGISTER_EVENTFD, &event_fd, 1);
+    const long rc =
+        syscall(SYS_io_uring_register, ring_.get(), IORING_REGISTER_EVENTFD, &event_fd, 1);
     return rc == 0 ? 0 : errno;
   }
 
@@ -113,7 +114,8 @@ class UringDriver final : public Driver {
     return count;
   }
 
-  // Sends one empty request around: a sandbox may allow the set-up and forbid the rest. Returns an errno.
+  // Sends one empty request around: a sandbox may allow the set-up and forbid the rest. Returns an
+  // errno.
   int try_out() noexcept {
     io_uring_sqe entry{};
     entry.opcode = IORING_OP_NOP;

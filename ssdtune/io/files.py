@@ -316,7 +316,7 @@ def _open_direct(path: Path, flags: int) -> tuple[int, str]:
     except OSError as error:
         if error.errno not in (errno_names.EINVAL, errno_names.EOPNOTSUPP):
             raise
-        return -1, _why_not_direct(path, _is_tmpfs(os.stat(path.parent).st_dev))
+        return -1, _why_not_direct(path, _is_tmpfs(path.parent.stat().st_dev))
     # Some file systems take the flag and then refuse, or ignore, every direct transfer: try one.
     tmpfs = _is_tmpfs(os.fstat(descriptor).st_dev)
     refused = False

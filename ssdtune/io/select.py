@@ -1,6 +1,6 @@
 """Choosing an I/O backend: the best that works, or the one that was asked for.
 
-Each backend is probed by making it: its constructor sets up the kernel objects and moves one empty request.
+Each backend is probed by making it: its constructor sets up all that it needs of the kernel.
 Why one is missing is a sentence for people, shown by `doctor` and in the one line that a fallback logs.
 """
 
@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from ssdtune.errors import BackendUnavailableError
 from ssdtune.io.backend import Backend
+from ssdtune.io.native import NativeBackend, extension_problem
+from ssdtune.io.threads import PythonBackend
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +43,16 @@ def open_backend(name: str = "auto", *, queue_depth: int, request_bytes: int) ->
     """
     if name != "auto":
         return _make(name, queue_depth, request_bytes)
-    passed_over = []
-    for candidate in BACKENDS:
+    problem = extension_problem()
+    reasons = [f"The native backends are not available: {problem}"] if problem else []
+    for candidate in BACKENDS[-1:] if problem else BACKENDS:
         try:
             backend = _make(candidate, queue_depth, request_bytes)
         except BackendUnavailableError as error:
-            passed_over.append(str(error))
+            reasons.append(str(error))
             continue
-        if passed_over:
-            logger.warning("I/O backend %s is used. %s", candidate, " ".join(passed_over))
+        if reasons:
+            logger.warning("using I/O backend %s. %s", candidate, " ".join(reasons))
         return backend
     raise AssertionError("the python backend always works")
 
@@ -69,11 +72,7 @@ def probe_backends(*, queue_depth: int = 16, request_bytes: int = 1 << 20) -> li
 
 def _make(name: str, queue_depth: int, request_bytes: int) -> Backend:
     if name == "python":
-        from ssdtune.io.threads import PythonBackend
-
         return PythonBackend(queue_depth=queue_depth, request_bytes=request_bytes)
     if name not in BACKENDS:
         raise ValueError(f'unknown I/O backend "{name}"; there are auto, {", ".join(BACKENDS)}')
-    from ssdtune.io.native import NativeBackend
-
     return NativeBackend(name, queue_depth=queue_depth, request_bytes=request_bytes)

@@ -1,4 +1,5 @@
-// What io_uring and the kernel's aio have in common: requests go in, completions come out in any order.
+// What io_uring and the kernel's aio have in common: requests go in, completions come out in any
+// order.
 #pragma once
 
 #include <cstdint>

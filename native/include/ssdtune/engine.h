@@ -1,4 +1,5 @@
-// Engines: they move transfers with threads of their own. Read transfer.h first, driver.h for the rings.
+// Engines: they move transfers with threads of their own. Read transfer.h first, driver.h for the
+// rings.
 #pragma once
 
 #include <chrono>
@@ -22,8 +23,8 @@ struct Error {
 template <typename T>
 using Result = std::variant<T, Error>;
 
-// For tests: sees each system call before it is made, may shorten it or fail it with an errno. Called from
-// engine threads, possibly several at once.
+// For tests: sees each system call before it is made, may shorten it or fail it with an errno.
+// Called from engine threads, possibly several at once.
 struct Attempt {
   std::size_t length = 0;
   int error = 0;
@@ -70,7 +71,8 @@ class Engine {
   bool stopping_ = false;
 };
 
-// Makes the engine called "io_uring", "libaio" or "threads"; an error if it does not work on this machine.
+// Makes the engine called "io_uring", "libaio" or "threads"; an error if it does not work on this
+// machine.
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name, Options options);
 
 }  // namespace ssdtune

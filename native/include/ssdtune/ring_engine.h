@@ -26,8 +26,9 @@ class RingEngine final : public Engine {
   // Of the engine thread alone:
   std::vector<Request> slots_;
   std::vector<std::uint64_t> free_slots_;
-  std::vector<std::uint64_t> later_;      // to be tried again in a millisecond
-  std::vector<Completion> failed_;        // completed by a fault instead of the driver
+  std::vector<std::uint64_t> fresh_;  // taken from the queue, not yet pushed
+  std::vector<std::uint64_t> later_;  // to be tried again in a millisecond
+  std::vector<Completion> failed_;    // completed by a fault instead of the driver
   std::vector<Completion> completions_;
   std::thread thread_;
 };

@@ -1,4 +1,5 @@
-// Transfers and the requests they are cut into: what to do after each completion. No system calls here.
+// Transfers and the requests they are cut into: what to do after each completion. No system calls
+// here.
 #pragma once
 
 #include <cstddef>
@@ -15,15 +16,15 @@ inline constexpr std::size_t kAlignment = 4096;
 // How often EAGAIN is tried again, a millisecond apart, before it counts as an error.
 inline constexpr int kBusyRetries = 1000;
 
-// What became of a transfer: `moved` bytes without a gap from its start, and an errno or 0. Fewer bytes
-// than wanted without an error: the file ended there.
+// What became of a transfer: `moved` bytes without a gap from its start, and an errno or 0. Fewer
+// bytes than wanted without an error: the file ended there.
 struct Outcome {
   int error = 0;
   std::size_t moved = 0;
 };
 
-// Bytes between a file and memory. The caller keeps both alive until the transfer is finished. The engine's
-// mutex guards every field below `memory`.
+// Bytes between a file and memory. The caller keeps both alive until the transfer is finished. The
+// engine's mutex guards every field below `memory`.
 struct Transfer {
   Transfer(bool write_, int fd_, bool direct_, std::int64_t offset_, std::span<std::byte> memory_)
       : write(write_), direct(direct_), fd(fd_), offset(offset_), memory(memory_) {
@@ -36,7 +37,7 @@ struct Transfer {
   const std::int64_t offset;
   const std::span<std::byte> memory;
 
-  std::size_t issued = 0;  // bytes handed out as requests
+  std::size_t issued = 0;    // bytes handed out as requests
   std::size_t requests = 0;  // requests in flight
   bool finished = false;
   Outcome outcome;
@@ -69,7 +70,8 @@ class TransferQueue {
   bool empty() const { return active_.empty(); }
   void push(std::shared_ptr<Transfer> transfer) { active_.push_back(std::move(transfer)); }
 
-  // Fills `request` with the next piece. Transfers take turns, so that a read does not wait for a long write.
+  // Fills `request` with the next piece. Transfers take turns, so that a read does not wait for a
+  // long write.
   void take(Request& request);
 
   // Accounts for a finished request and forgets it; true if its whole transfer is finished with it.
