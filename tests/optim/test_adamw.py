@@ -1,6 +1,7 @@
 """AdamW kernels: the numbers of torch, the same bits in every form, exact halves of the master."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_pieces_at_any_offset_give_the_same_bits(form):
     t = {name: tensor.clone() for name, tensor in tensors.items()}
     high, low = split_master(t["weights"])
     cuts = [0, 1, 4, 21, 22, 1000, 1999, 4997, size]
-    for start, end in zip(cuts, cuts[1:]):
+    for start, end in pairwise(cuts):
         pieces = [x[start:end] for x in (high, low, t["exp_avg"], t["exp_avg_sq"], t["grad"])]
         adamw_(*pieces, step=3, form=form, **HYPER)
     assert same_bits(join_master(high, low), whole)
