@@ -38,7 +38,7 @@ def finetune(config: Source = None, /, **settings: Any) -> Any:
 def plan(config: Source = None, /, **settings: Any) -> Any:
     """Say what a run needs: memory, space, bytes moved and time. Arguments as for `finetune`."""
     from ssdtune.config.load import load_config
-    from ssdtune.train.finetune import plan as run
+    from ssdtune.train.planning import plan as run
 
     return run(load_config(config, settings))
 
