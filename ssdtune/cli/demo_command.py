@@ -27,6 +27,7 @@ from ssdtune.units import format_memory
 
 _MARKER = ".ssdtune-demo"
 _PROMPTS = ("How do I keep bread fresh for longer?", "How can I see how much disk space is left?")
+_NEW_TOKENS = 64
 _SMALL_MODEL = {"learning_rate": 3e-3, "num_train_epochs": 6}
 _NAMED_MODEL = {"learning_rate": 1e-5, "num_train_epochs": 1}
 
@@ -180,9 +181,9 @@ def _compare(before: float, after: float, reported: float | None, config: Config
 
 def _answer(folder: str, prompt: str) -> str:
     try:
-        return continue_text(folder, prompt, 64, chat=True)
+        return continue_text(folder, prompt, _NEW_TOKENS, chat=True)
     except ConfigError:  # a model without chat template
-        return continue_text(folder, prompt, 64)
+        return continue_text(folder, prompt, _NEW_TOKENS)
 
 
 def _say(text: str) -> None:
