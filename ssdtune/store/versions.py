@@ -63,7 +63,7 @@ class Versions:
         if live is not None and live not in held:
             version = live
         else:
-            free = [v for v in range(self.copies) if v != live and v not in held]
+            free = [v for v in range(self.copies) if v not in held]
             if not free:
                 raise CapacityError(
                     f"unit {unit}: all {self.copies} places are held by {', '.join(self.frozen)}. "

@@ -118,6 +118,18 @@ def test_a_fresh_place_does_not_inherit_checksums(tmp_path, backend, saved):
         check_unit(store, "embed", 1)
 
 
+def test_states_that_a_fresh_place_lacks_have_no_checksums(tmp_path, backend):
+    with create(tmp_path, backend, check_bytes=CHECK) as store:
+        store.checksum_writes(True)
+        for seed in (1, 2):
+            write_unit(store, "head", seed)
+            store.freeze(str(seed))
+        store.release("1")
+        store.write("head", "weights", content(6, 3).view).wait()
+        store.commit("head", states=["weights"])
+        assert list(store.freeze("3")["checksums"]["head"]) == ["weights"]
+
+
 def test_writes_with_checksums_must_be_whole_pieces(tmp_path, backend):
     with create(tmp_path, backend, check_bytes=CHECK) as store:
         store.checksum_writes(True)
