@@ -2,7 +2,8 @@
 
 It moves bytes between a state's place and a buffer, and knows which place is live. It does not know what
 the bytes mean, when they are needed, or how a checkpoint's folder looks. Places are in
-`ssdtune.store.layout`, versions in `ssdtune.store.versions`, owners in `ssdtune.store.lock`.
+`ssdtune.store.layout`, versions in `ssdtune.store.versions`, owners in `ssdtune.store.lock`. One class holds
+it all, as one lock guards it; half of the module's length is what its methods promise.
 
 A checkpoint, in order: wait for and commit all writes; `freeze(label, folder)`; `sync()`; write the
 returned manifest into a temporary folder; `durable.replace_dir`. To delete one: `durable.remove_dir`, then
