@@ -13,7 +13,7 @@ Shape letters: B sequences, S positions, D hidden size, V vocabulary, U distinct
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +137,7 @@ class BlockModel:
         self._returns_tuple = False
         self._calls: list[Call] | None = None
         self._entering: torch.Tensor | None = None
+        self._at_entry: Callable[[], None] | None = None
         self._table: torch.Tensor | None = None
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -198,17 +199,20 @@ class BlockModel:
             return result[0]
         return result
 
-    def logits(self, tensors: Tensors, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, tensors: Tensors, hidden: torch.Tensor, at_entry: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """Run what comes after the last block.
 
         Args:
             tensors: Weights of `outer` and of the head's stage.
             hidden: [B, S, D]; S is no more than the model's positions.
+            at_entry: Called where the last block would end; what runs before is thrown away.
 
         Returns:
             Logits [B, S, V] as the model scales them.
         """
-        self._entering = hidden
+        self._entering, self._at_entry = hidden, at_entry
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         try:
             result = self._run_outer(tensors, {"input_ids": ids})
@@ -228,6 +232,8 @@ class BlockModel:
         hidden, args, kwargs = _take_hidden(args, kwargs)
         last = number == len(self.blocks) - 1
         if self._calls is None:
+            if last and self._at_entry is not None:
+                self._at_entry()
             hidden = self._entering if last else hidden
             return (hidden,) if self._returns_tuple else hidden
         if number != len(self._calls):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +152,7 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     matcher = re.compile(r"(?:^|\.)(?:" + "|".join(patterns) + r")(?:$|\.)")
     for name, parameter in model.named_parameters():
         if matcher.search(name):
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.float()  # meta stays meta
 
 
 def _names(model: nn.Module) -> list[str]:
@@ -179,8 +180,7 @@ def _with_adapter(
 
     # peft draws its first values on the device of the base weights. Weights of stride 0 on the CPU take no
     # memory and make it draw what it would for a model in memory.
-    for parameter in model.parameters():
-        parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    _replace_parameters(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -206,10 +206,21 @@ def _with_adapter(
             trained.add(name)
             if _is_new(name) or adapter is not None:
                 initial[name] = parameter.detach().float().clone()
-        parameter.data = parameter.data.to("meta")
+    _replace_parameters(inner, lambda p: torch.empty_like(p, device="meta"))
     if not trained:
         raise ConfigError("the adapter settings train nothing; check target_modules.")
     return BuiltModel(inner, peft, keymap, frozenset(trained), _decayed(inner), initial)
+
+
+def _replace_parameters(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put other tensors in the place of all parameters; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                if id(old) not in made:
+                    made[id(old)] = nn.Parameter(make(old.detach()), requires_grad=old.requires_grad)
+                module._parameters[name] = made[id(old)]
 
 
 def _is_new(name: str) -> bool:

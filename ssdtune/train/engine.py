@@ -264,9 +264,14 @@ class Engine:
             **self._leaves(OUTER, OUTER if state.training else None),
             **self._leaves(stage, slot if state.training else None),
         }
-        self._seed_stage(m, self.shape.num_blocks + 1)
+        seeds = iter([self.shape.num_blocks + 1])
+
+        def seed_once() -> None:
+            for stage_number in seeds:
+                self._seed_stage(m, stage_number)
+
         loss = loss_by_chunks(
-            lambda piece: self.blocks.logits(tensors, piece), hidden, state.labels[m],
+            lambda piece: self.blocks.logits(tensors, piece, seed_once), hidden, state.labels[m],
             vocab_size=self._vocab_size, num_items=state.num_items, gradient=gradient,
         )  # fmt: skip
         state.losses.append(loss)
