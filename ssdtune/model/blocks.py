@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ssdtune.errors import UnsupportedModelError
 from ssdtune.model.build import BuiltModel
-from ssdtune.model.layout import ModelLayout, innermost, build_layout
+from ssdtune.model.layout import ModelLayout, build_layout, innermost
 
 Tensors = Mapping[str, torch.Tensor]
 

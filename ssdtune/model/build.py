@@ -18,7 +18,6 @@ from torch import nn
 
 from ssdtune.config.schema import LoraSettings
 from ssdtune.errors import ConfigError, UnsupportedModelError
-
 from ssdtune.model.keys import KeyMap
 
 if TYPE_CHECKING:
@@ -55,8 +54,8 @@ class BuiltModel:
 
 def base_name(name: str) -> str:
     """Return the name that a parameter of a model with adapters has in the base model."""
-    name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
-    return name.replace(f".modules_to_save.{ADAPTER}.", ".")
+    name = name.replace("base_layer.", "").replace("original_module.", "")
+    return name.replace(f"modules_to_save.{ADAPTER}.", "")
 
 
 def build_model(
@@ -174,7 +173,11 @@ def _decayed(model: nn.Module) -> frozenset[str]:
 
 
 def _with_adapter(
-    model: PreTrainedModel, keymap: KeyMap, lora: LoraSettings | None, adapter: Path | None, seed: int
+    model: PreTrainedModel,
+    keymap: KeyMap,
+    lora: LoraSettings | None,
+    adapter: Path | None,
+    seed: int,
 ) -> BuiltModel:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
@@ -219,7 +222,9 @@ def _replace_parameters(model: nn.Module, make: Callable[[torch.Tensor], torch.T
         for name, old in module._parameters.items():
             if old is not None:
                 if id(old) not in made:
-                    made[id(old)] = nn.Parameter(make(old.detach()), requires_grad=old.requires_grad)
+                    made[id(old)] = nn.Parameter(
+                        make(old.detach()), requires_grad=old.requires_grad
+                    )
                 module._parameters[name] = made[id(old)]
 
 

@@ -209,7 +209,12 @@ class _Inputs:
         """Emit the write of the input that `after` left in the slot."""
         if slot:
             done = self.schedule.add(
-                Lane.SSD_WRITE, Kind.SAVE_INPUT, stage, after=(after,), micro_batch=micro_batch, slot=slot
+                Lane.SSD_WRITE,
+                Kind.SAVE_INPUT,
+                stage,
+                after=(after,),
+                micro_batch=micro_batch,
+                slot=slot,
             )
             self.released[slot] = self.saved[stage, micro_batch] = done
 
@@ -219,7 +224,12 @@ class _Inputs:
             slot = self.take()
             after = (self.saved[stage, micro_batch], self.released.get(slot))
             done = self.schedule.add(
-                Lane.SSD_READ, Kind.LOAD_INPUT, stage, after=after, micro_batch=micro_batch, slot=slot
+                Lane.SSD_READ,
+                Kind.LOAD_INPUT,
+                stage,
+                after=after,
+                micro_batch=micro_batch,
+                slot=slot,
             )
             self.loaded[stage, micro_batch] = (done, slot)
 
@@ -265,12 +275,14 @@ def _generate(shape: StepShape, visits: list[_Visit]) -> Schedule:
             outer_ready = slot.ready
             continue
         ready = (slot.ready, outer_ready)
-        last: int | None = None
+        last = -1
         for m in micro_batches:
             if visit.kind == Kind.FORWARD:
                 place = inputs.take()
                 after = (*ready, inputs.released.get(place))
-                last = add(Lane.COMPUTE, visit.kind, stage, after=after, micro_batch=m, input_slot=place)
+                last = add(
+                    Lane.COMPUTE, visit.kind, stage, after=after, micro_batch=m, input_slot=place
+                )
                 inputs.save(stage, m, place, last)
             elif visit.kind == Kind.BACKWARD:
                 if inputs.count and m >= shape.input_slots:
@@ -286,17 +298,14 @@ def _generate(shape: StepShape, visits: list[_Visit]) -> Schedule:
                 place = gradients.slot(stage) if training and visit.kind == Kind.LOSS else ""
                 last = add(Lane.COMPUTE, visit.kind, stage, after=ready, micro_batch=m, slot=place)
         slot.last_use = last
-        assert last is not None
-        if training and visit.kind == Kind.LOSS and not shape.tied:
-            gradients.complete(stage, last)
-        elif visit.kind == Kind.BACKWARD:
+        is_complete = visit.kind == Kind.BACKWARD or (visit.kind == Kind.LOSS and not shape.tied)
+        if training and is_complete:
             gradients.complete(stage, last)
 
     if training:
         for m in micro_batches:
-            after = (gradients.free(EMBED),)
             last = add(
-                Lane.COMPUTE, Kind.ENTRY_BACKWARD, EMBED, after=after,
+                Lane.COMPUTE, Kind.ENTRY_BACKWARD, EMBED, after=(gradients.free(EMBED),),
                 micro_batch=m, slot=gradients.slot(EMBED),
             )  # fmt: skip
         gradients.complete(EMBED, last)

@@ -154,7 +154,9 @@ def plan_memory(
     input_slots = 0 if activations == "host" else 2
     smallest = total(nothing, "ssd", input_slots)
     if not fits(smallest):
-        details = ", ".join(f"{name} {format_memory(size)}" for name, size in smallest.items() if size)
+        details = ", ".join(
+            f"{name} {format_memory(size)}" for name, size in smallest.items() if size
+        )
         raise CapacityError(
             f"host memory: even with everything streamed the run needs {format_memory(sum(smallest.values()))} "
             f"({details}); the budget is {format_memory(budget_bytes)}. Raise host_memory, or lower "

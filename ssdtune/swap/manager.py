@@ -25,7 +25,7 @@ from ssdtune.plan.residency import MemoryPlan
 from ssdtune.store.layout import StateSpec, UnitSpec
 from ssdtune.store.store import Store
 
-Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Split = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 STATE_DTYPES = {"low": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
@@ -39,7 +39,9 @@ def state_dtypes(part: Part) -> dict[str, torch.dtype]:
     return states
 
 
-def unit_specs(layout: ModelLayout, plan: MemoryPlan, input_bytes: int, num_inputs: int) -> list[UnitSpec]:
+def unit_specs(
+    layout: ModelLayout, plan: MemoryPlan, input_bytes: int, num_inputs: int
+) -> list[UnitSpec]:
     """Return what the store must have room for.
 
     Args:
@@ -58,7 +60,10 @@ def unit_specs(layout: ModelLayout, plan: MemoryPlan, input_bytes: int, num_inpu
         units.append(UnitSpec(part.name, tuple(states)))
     if plan.input_slots:
         units += [
-            UnitSpec(input_unit(f"block.{b}", m), (StateSpec("inputs", input_bytes, "activations", False),))
+            UnitSpec(
+                input_unit(f"block.{b}", m),
+                (StateSpec("inputs", input_bytes, "activations", False),),
+            )
             for b in range(layout.num_blocks)
             for m in range(num_inputs)
         ]
@@ -158,7 +163,9 @@ class SwapManager:
         for name, stages in self._stages_by_class().items():
             streamed = max(sum(p.weight_bytes for p in s.parts if self._streams(p)) for s in stages)
             whole = max(sum(aligned_size(p.weight_bytes) for p in s.parts) for s in stages)
-            names = [f"block.{i}" for i in range(self.plan.block_slots)] if name == "block" else [name]
+            names = (
+                [f"block.{i}" for i in range(self.plan.block_slots)] if name == "block" else [name]
+            )
             for slot in names:
                 host = self._buffer(streamed, f"weights of {name}")
                 slots[slot] = _WeightSlot(host, self.device.allocate(whole))
@@ -234,8 +241,10 @@ class SwapManager:
         """Return an uploaded stage's parameters by name: views on the device, valid until the slot is reused."""
         slot = self._weights[slot_name]
         assert slot.stage == stage_name, f"slot {slot_name} holds {slot.stage}, not {stage_name}"
+        # .data gives each its own version counter: peft's parametrizations touch that of their parameter, and
+        # with one counter for the slot autograd would take it for a change of all.
         return {
-            spec.name: part.view(slot.on_device[part.name], spec)
+            spec.name: part.view(slot.on_device[part.name], spec).data
             for part in self.layout.stages[stage_name].parts
             for spec in part.tensors
         }
@@ -258,9 +267,8 @@ class SwapManager:
                 if low is None:
                     part.view(weights, spec).copy_(self._initial[spec.name])
                 else:
-                    upper, lower = self._split(self._initial[spec.name].reshape(-1))
-                    part.view(weights, spec).view(-1).copy_(upper)
-                    part.view(low, spec).view(-1).copy_(lower)
+                    halves = (part.view(half, spec).view(-1) for half in (weights, low))
+                    self._split(self._initial[spec.name].reshape(-1), *halves)
 
     def _import(self, part: Part, weights: torch.Tensor) -> None:
         """Read a trained part for the first time and write it to the store.
@@ -269,7 +277,9 @@ class SwapManager:
         """
         low = None
         if part.dtype != torch.float32:
-            low = self.gradient(part, self.gradient_slot(part.stage))[0].view(torch.int16)[: part.numel]
+            low = self.gradient(part, self.gradient_slot(part.stage))[0].view(torch.int16)[
+                : part.numel
+            ]
         self._first_values(part, weights, low)
         tickets = [self.store.write(part.name, "weights", as_bytes(weights))]
         if low is not None:

@@ -76,7 +76,13 @@ class OutOfCoreAdam:
         ]
 
     def update(
-        self, part: Part, has_gradient: Sequence[bool], gradient: torch.Tensor | None, *, lr: float, scale: float
+        self,
+        part: Part,
+        has_gradient: Sequence[bool],
+        gradient: torch.Tensor | None,
+        *,
+        lr: float,
+        scale: float,
     ) -> None:
         """Update one part. Blocks.
 
@@ -110,7 +116,12 @@ class OutOfCoreAdam:
         self._swap.fresh.discard(part.name)
 
     def _stream(
-        self, part: Part, segments: list[_Segment], gradient: torch.Tensor | None, lr: float, scale: float
+        self,
+        part: Part,
+        segments: list[_Segment],
+        gradient: torch.Tensor | None,
+        lr: float,
+        scale: float,
     ) -> None:
         store, dtypes = self._swap.store, state_dtypes(part)
         fresh = part.name in self._swap.fresh

@@ -79,7 +79,9 @@ def read_state(folder: Path) -> TrainerState:
     """
     data = _read(folder / "trainer_state.json")
     if data.pop("format", None) != FORMAT:
-        raise FormatError(f"{folder} was written by another version of ssdtune; use that one to go on.")
+        raise FormatError(
+            f"{folder} was written by another version of ssdtune; use that one to go on."
+        )
     return TrainerState(**data)
 
 
@@ -92,7 +94,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise FormatError(f"{path} cannot be read: {error}. Resume from an intact checkpoint.") from error
+        raise FormatError(
+            f"{path} cannot be read: {error}. Resume from an intact checkpoint."
+        ) from error
 
 
 def save_checkpoint(output_dir: Path, store: Store, state: TrainerState, *, keep: int) -> Path:

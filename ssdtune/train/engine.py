@@ -20,7 +20,14 @@ from ssdtune.model.layout import Part
 from ssdtune.model.loss import loss_by_chunks
 from ssdtune.optim.adamw import sum_of_squares
 from ssdtune.optim.schedule import clip_coefficient
-from ssdtune.plan.generate import EMBED, HEAD, OUTER, StepShape, generate_evaluation, generate_training_step
+from ssdtune.plan.generate import (
+    EMBED,
+    HEAD,
+    OUTER,
+    StepShape,
+    generate_evaluation,
+    generate_training_step,
+)
 from ssdtune.plan.schedule import Kind, Operation
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import OutOfCoreAdam
@@ -139,7 +146,9 @@ class Engine:
         """
         num_items = sum(batch.num_learned_tokens for batch in batches)
         shape = replace(
-            self.shape, num_micro_batches=len(batches), num_blocks=num_blocks or self.shape.num_blocks
+            self.shape,
+            num_micro_batches=len(batches),
+            num_blocks=num_blocks or self.shape.num_blocks,
         )
         schedule = generate_evaluation(shape)
         state = self._begin(batches, 0, 1, training=False, learning_rate=0.0)
@@ -147,7 +156,13 @@ class Engine:
         return float(sum(loss.item() for loss in state.losses)), num_items
 
     def _begin(
-        self, batches: Sequence[Batch], step: int, num_items: float, *, training: bool, learning_rate: float
+        self,
+        batches: Sequence[Batch],
+        step: int,
+        num_items: float,
+        *,
+        training: bool,
+        learning_rate: float,
     ) -> _State:
         self.blocks.train(training)
         self._slot_of.clear()
@@ -345,7 +360,11 @@ class Engine:
             if part.trained:
                 gradient = self.swap.gradient(part, slot)[0] if slot else None
                 self.adam.update(
-                    part, state.present[part.name], gradient, lr=state.learning_rate, scale=state.scale
+                    part,
+                    state.present[part.name],
+                    gradient,
+                    lr=state.learning_rate,
+                    scale=state.scale,
                 )
 
 

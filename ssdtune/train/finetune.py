@@ -106,7 +106,9 @@ class Result:
         return "\n".join(lines)
 
 
-def finetune(config: Config, *, progress: Progress | None = None, json_output: bool = False) -> Result:
+def finetune(
+    config: Config, *, progress: Progress | None = None, json_output: bool = False
+) -> Result:
     """Fine-tune a model and write the tuned weights, or the adapter, to `output_dir`.
 
     Args:
@@ -129,7 +131,9 @@ def finetune(config: Config, *, progress: Progress | None = None, json_output: b
     copies = _copies(config, prepared.rows, resumed)
     layout = StoreLayout.build(units, copies, [1.0] * len(directories))
     export_bytes = prepared.checkpoint.num_bytes if config.method == "full" else 0
-    check_space([*space_needs(directories, layout), Need(output_dir, export_bytes, "tuned weights")])
+    check_space(
+        [*space_needs(directories, layout), Need(output_dir, export_bytes, "tuned weights")]
+    )
     if progress is None:
         progress = choose_progress(logging_steps=config.training.logging_steps, environ=os.environ)
     with ExitStack() as stack:
@@ -140,7 +144,9 @@ def finetune(config: Config, *, progress: Progress | None = None, json_output: b
             "\n".join(summary_lines(prepared, layout.total_bytes, directories)),
             first_step=1 + (resumed[1].step if resumed else 0),
         )
-        run = _Run(config, prepared, units, directories, copies, output_dir, resumed, progress, signals)
+        run = _Run(
+            config, prepared, units, directories, copies, output_dir, resumed, progress, signals
+        )
         return run.run()
 
 
@@ -177,7 +183,10 @@ def _copies(config: Config, rows: Rows, resumed: object) -> int:
 
 def _units(prepared: Prepared) -> list[UnitSpec]:
     return unit_specs(
-        prepared.layout, prepared.memory, prepared.compute.input_bytes, prepared.compute.num_micro_batches
+        prepared.layout,
+        prepared.memory,
+        prepared.compute.input_bytes,
+        prepared.compute.num_micro_batches,
     )
 
 
@@ -236,9 +245,13 @@ class _Run:
         try:
             self.output_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"output_dir {self.output_dir} cannot be made: {error.strerror}") from error
+            raise ConfigError(
+                f"output_dir {self.output_dir} cannot be made: {error.strerror}"
+            ) from error
         io = self.config.io
-        backend = open_backend(io.backend, queue_depth=io.queue_depth, request_bytes=io.request_bytes)
+        backend = open_backend(
+            io.backend, queue_depth=io.queue_depth, request_bytes=io.request_bytes
+        )
         with ExitStack() as stack:
             stack.callback(backend.close)
             store = self._open_store(backend)
@@ -249,7 +262,11 @@ class _Run:
             )
             pool = BufferPool()
             source = WeightSource(
-                self.prepared.checkpoint, self.prepared.built.keymap, backend, pool, direct=io.direct
+                self.prepared.checkpoint,
+                self.prepared.built.keymap,
+                backend,
+                pool,
+                direct=io.direct,
             )
             stack.callback(source.close)
             self._load_buffers(source)
@@ -303,7 +320,9 @@ class _Run:
     def _load_buffers(self, source: WeightSource) -> None:
         buffers = self.prepared.blocks.persistent_buffers()
         if buffers:
-            into = {base_name(name): torch.empty_like(b, device="cpu") for name, b in buffers.items()}
+            into = {
+                base_name(name): torch.empty_like(b, device="cpu") for name, b in buffers.items()
+            }
             source.load(list(into), into)
             for name, buffer in buffers.items():
                 buffer.copy_(into[base_name(name)])
@@ -359,7 +378,11 @@ class _Run:
         swap.free_slots()
         pool.trim()
         prepared = self.prepared
-        tensors = {spec.name: (part, spec) for part in prepared.layout.trained_parts for spec in part.tensors}
+        tensors = {
+            spec.name: (part, spec)
+            for part in prepared.layout.trained_parts
+            for spec in part.tensors
+        }
         if prepared.built.peft is None:
             keymap = prepared.built.keymap
 
@@ -369,7 +392,10 @@ class _Run:
                 return swap.read_tensor(part, spec, high_only=halves)
 
             export_weights(
-                self.output_dir, checkpoint=prepared.checkpoint, keymap=keymap, get_tensor=get_tensor
+                self.output_dir,
+                checkpoint=prepared.checkpoint,
+                keymap=keymap,
+                get_tensor=get_tensor,
             )
             return
         with prepared.blocks.whole():

@@ -55,7 +55,9 @@ class _Run:
     def _wait_for(self, operation: Operation) -> bool:
         with self.changed:
             self.changed.wait_for(
-                lambda: self.failure is not None or all(self.done[other] for other in operation.after)
+                lambda: (
+                    self.failure is not None or all(self.done[other] for other in operation.after)
+                )
             )
             return self.failure is None
 
@@ -98,6 +100,9 @@ class Lanes:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

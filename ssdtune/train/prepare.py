@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from ssdtune.config.schema import Config
-from ssdtune.data import Batch, BatchPlan, Padding, TokenizedRows, eval_batches, load_rows, load_tokenizer
+from ssdtune.data import (
+    Batch,
+    BatchPlan,
+    Padding,
+    TokenizedRows,
+    eval_batches,
+    load_rows,
+    load_tokenizer,
+)
 from ssdtune.device import open_device
 from ssdtune.device.base import Device
 from ssdtune.errors import ConfigError
@@ -130,7 +138,9 @@ def choose_dtype(name: str, device: Device) -> torch.dtype:
 def read_rows(config: Config, checkpoint: HfCheckpoint) -> Rows:
     """Read and tokenize the training and held-out rows."""
     try:
-        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = load_tokenizer(
+            checkpoint.path, trust_remote_code=config.model.trust_remote_code
+        )
     except ConfigError:
         # Rows that are tokenized already need none; others ask for it with the same error.
         tokenizer = None
@@ -156,7 +166,9 @@ def read_rows(config: Config, checkpoint: HfCheckpoint) -> Rows:
         evaluation = list(eval_batches(held_out, batch_size=size, padding=padding))
     for line in train.report.summary():
         logger.info("%s: %s", config.data.train_file, line)
-    return Rows(train, plan, evaluation, plan.num_steps(training.num_train_epochs, training.max_steps))
+    return Rows(
+        train, plan, evaluation, plan.num_steps(training.num_train_epochs, training.max_steps)
+    )
 
 
 def _tokenized(path: Path) -> bool:
@@ -201,7 +213,9 @@ def part_sizes(layout: ModelLayout) -> list[PartSize]:
     ]  # fmt: skip
 
 
-def compute_size(config: Config, blocks: BlockModel, length: int, dtype: torch.dtype) -> ComputeSize:
+def compute_size(
+    config: Config, blocks: BlockModel, length: int, dtype: torch.dtype
+) -> ComputeSize:
     """Estimate the memory that computing needs for the longest micro-batch.
 
     A block's backward pass keeps, per token, some 16 hidden vectors (norms in and out, queries, keys, values,
@@ -250,7 +264,11 @@ def summary_lines(prepared: Prepared, swap_bytes: int, directories: Sequence[Pat
     trained = sum(spec.numel for part in layout.trained_parts for spec in part.tensors)
     streamed = [part.name for part in prepared.parts if part.name not in plan.resident]
     kept = len(prepared.parts) - len(streamed)
-    waits = {"host": "in memory", "ssd": "on SSD", "overlap": "not at all: updates overlap backward"}
+    waits = {
+        "host": "in memory",
+        "ssd": "on SSD",
+        "overlap": "not at all: updates overlap backward",
+    }
     return [
         f"{prepared.checkpoint.name_or_path}: {prepared.built.model.config.model_type}, "
         f"{total / 1e9:.3g}B parameters in {layout.num_blocks} blocks, {trained / 1e9:.3g}B trained, "

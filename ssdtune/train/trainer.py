@@ -122,7 +122,11 @@ class Trainer:
     def _step(self, step: int) -> None:
         batches = self._batches.step_batches(step)
         rate = learning_rate(
-            self._config.lr_scheduler_type, step, self._total, self._config.learning_rate, self._warmup
+            self._config.lr_scheduler_type,
+            step,
+            self._total,
+            self._config.learning_rate,
+            self._warmup,
         )
         before, begin = self.bytes_moved(), time.perf_counter()
         self._store.check_files()
@@ -132,6 +136,7 @@ class Trainer:
         self.history.losses.append(result.loss)
         self.history.grad_norms.append(result.grad_norm)
         self.history.step_seconds.append(seconds)
+        tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
         values = {
             "epoch": self._batches.epoch_of(step),
             "loss": result.loss,
@@ -139,7 +144,8 @@ class Trainer:
             "clip_scale": result.clip_scale,
             "learning_rate": rate,
             "learned_tokens": result.learned_tokens,
-            "tokens": sum(int(batch.attention_mask.sum()) for batch in batches),
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
             "rows": [row for batch in batches for row in batch.rows],
             "step_s": seconds,
             "stall_share": _stall_share(result.spans, seconds),
@@ -147,7 +153,6 @@ class Trainer:
             "bytes_read": _difference(after, before, "read"),
             "bytes_written": _difference(after, before, "written"),
         }
-        values["tokens_per_s"] = values["tokens"] / seconds
         self._metrics.write("step", step + 1, values)
         self._progress.step({"step": step + 1, **values})
 
@@ -180,7 +185,9 @@ class Trainer:
         self._swap.flush()
         self._metrics.sync()
         state = TrainerState(done, self._total, self._adam.steps, self._identity)
-        folder = save_checkpoint(self._output_dir, self._store, state, keep=self._config.save_total_limit)
+        folder = save_checkpoint(
+            self._output_dir, self._store, state, keep=self._config.save_total_limit
+        )
         self.history.checkpoints.append(folder)
         self._progress.note(f"saved {folder} in {time.perf_counter() - begin:.2f} s")
         return folder
@@ -217,4 +224,3 @@ def _busy(spans: Sequence[Span]) -> dict[str, float]:
 def _stall_share(spans: Sequence[Span], seconds: float) -> float:
     """Return the share of the step in which nothing was computed."""
     return max(0.0, 1.0 - _busy(spans)[Lane.COMPUTE.value] / seconds)
-

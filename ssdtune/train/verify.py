@@ -58,7 +58,9 @@ def compare(streamed: float, reference: float, dtype: torch.dtype, where: str) -
             f"{reference:.6f} ({where}): this model is not taken apart correctly, so training it would be "
             "wrong. Please report the model; --no-verify trains all the same."
         )
-    logger.info("first batch: loss %.6f streamed, %.6f by transformers (%s)", streamed, reference, where)
+    logger.info(
+        "first batch: loss %.6f streamed, %.6f by transformers (%s)", streamed, reference, where
+    )
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ def reference_losses(prepared: Prepared, batch: Batch) -> Reference | None:
         _drop_page_cache(prepared)
 
 
-def verify(engine: Engine, batches: Sequence[Batch], reference: Reference, dtype: torch.dtype) -> None:
+def verify(
+    engine: Engine, batches: Sequence[Batch], reference: Reference, dtype: torch.dtype
+) -> None:
     """Compare the streamed loss of a batch with the reference.
 
     Raises:
@@ -133,7 +137,11 @@ def _load_first_blocks(prepared: Prepared, num_blocks: int) -> torch.nn.Module:
     with quiet_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=prepared.dtype, trust_remote_code=settings.trust_remote_code, **options
+            path,
+            config=config,
+            dtype=prepared.dtype,
+            trust_remote_code=settings.trust_remote_code,
+            **options,
         )
         if settings.adapter:
             from peft import PeftModel
@@ -180,5 +188,7 @@ def _mean_loss(model: torch.nn.Module, batch: Batch) -> float:
     learned = int((labels[:, 1:] != IGNORED).sum())
     model.eval()
     with torch.no_grad():
-        result = model(**inputs, labels=labels, use_cache=False, num_items_in_batch=torch.tensor(learned))
+        result = model(
+            **inputs, labels=labels, use_cache=False, num_items_in_batch=torch.tensor(learned)
+        )
     return result.loss.item()
