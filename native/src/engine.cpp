@@ -61,8 +61,8 @@ Result<std::unique_ptr<Engine>> make_engine(const std::string& name, Options opt
   if (name == "libaio") driver = make_aio_driver(options.queue_depth);
   if (auto* error = std::get_if<Error>(&driver)) return std::move(*error);
   return std::make_unique<RingEngine>(std::move(options), std::get<0>(std::move(driver)));
-} catch (const std::system_error& error) {  // no thread or no eventfd to be had
-  return Error{error.code().value(), error.what()};
+} catch (const std::system_error& error) {  // no thread, or no eventfd for it, to be had
+  return Error{error.code().value(), "starting a thread"};
 }
 
 }  // namespace ssdtune

@@ -3,8 +3,10 @@
 #include "ssdtune/driver.h"
 
 #if __has_include(<linux/io_uring.h>)
-
 #include <linux/io_uring.h>
+#endif
+
+#ifdef IO_URING_OP_SUPPORTED  // headers of Linux 5.6 or newer
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -48,7 +50,7 @@ void store(unsigned* place, unsigned value) {
 }
 
 int enter(int ring, unsigned to_submit, unsigned wanted, unsigned flags) {
-  return static_cast<int>(syscall(SYS_io_uring_enter, ring, to_submit, wanted, flags, nullptr, 0));
+  return static_cast<int>(syscall(__NR_io_uring_enter, ring, to_submit, wanted, flags, nullptr, 0));
 }
 
 class UringDriver final : public Driver {
@@ -64,7 +66,7 @@ class UringDriver final : public Driver {
 
   int set_event(int event_fd) noexcept override {
     const long rc =
-        syscall(SYS_io_uring_register, ring_.get(), IORING_REGISTER_EVENTFD, &event_fd, 1);
+        syscall(__NR_io_uring_register, ring_.get(), IORING_REGISTER_EVENTFD, &event_fd, 1);
     return rc == 0 ? 0 : errno;
   }
 
@@ -143,7 +145,7 @@ class UringDriver final : public Driver {
 bool knows_read_and_write(int ring) {
   std::vector<std::byte> memory(sizeof(io_uring_probe) + 256 * sizeof(io_uring_probe_op));
   auto* probe = reinterpret_cast<io_uring_probe*>(memory.data());
-  if (syscall(SYS_io_uring_register, ring, IORING_REGISTER_PROBE, probe, 256) != 0) return false;
+  if (syscall(__NR_io_uring_register, ring, IORING_REGISTER_PROBE, probe, 256) != 0) return false;
   const auto known = [&](unsigned op) {
     return op <= probe->last_op && (probe->ops[op].flags & IO_URING_OP_SUPPORTED) != 0;
   };
@@ -154,7 +156,7 @@ bool knows_read_and_write(int ring) {
 
 Result<std::unique_ptr<Driver>> make_uring_driver(unsigned queue_depth) {
   io_uring_params params{};
-  Descriptor ring(static_cast<int>(syscall(SYS_io_uring_setup, queue_depth, &params)));
+  Descriptor ring(static_cast<int>(syscall(__NR_io_uring_setup, queue_depth, &params)));
   if (ring.get() < 0) return Error{errno, "io_uring_setup"};
   if (!knows_read_and_write(ring.get())) return Error{ENOSYS, "io_uring without read and write"};
   auto driver = std::make_unique<UringDriver>(std::move(ring), params);
@@ -171,7 +173,7 @@ Result<std::unique_ptr<Driver>> make_uring_driver(unsigned queue_depth) {
 
 namespace ssdtune {
 Result<std::unique_ptr<Driver>> make_uring_driver(unsigned) {
-  return Error{ENOSYS, "built without linux/io_uring.h"};
+  return Error{ENOSYS, "built with kernel headers older than 5.6, io_uring"};
 }
 }  // namespace ssdtune
 

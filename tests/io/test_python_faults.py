@@ -91,3 +91,30 @@ def test_a_write_that_does_nothing_is_an_error(tmp_path):
         file = backend.open(tmp_path / "a", writable=True, create=True)
         with pytest.raises(StorageError, match="EIO"):
             backend.write(file, 0, memory(ALIGNMENT)).wait()
+
+
+def test_transfers_take_turns(tmp_path):
+    # While the first request of a long write is under way, a short read is submitted: from then on they alternate.
+    both_are_there = threading.Event()
+    order = []
+
+    def preadv(descriptor, buffers, offset):
+        order.append("r")
+        return os.preadv(descriptor, buffers, offset)
+
+    def pwritev(descriptor, buffers, offset):
+        both_are_there.wait()
+        order.append("w")
+        return os.pwritev(descriptor, buffers, offset)
+
+    calls = {"preadv": preadv, "pwritev": pwritev}
+    path = file_with(tmp_path / "a", memory(32 * REQUEST_BYTES))
+    with PythonBackend(queue_depth=1, request_bytes=REQUEST_BYTES, **calls) as backend:
+        file = backend.open(path, writable=True)
+        write = backend.write(file, 0, memory(32 * REQUEST_BYTES))
+        read = backend.read(file, 0, memory(3 * REQUEST_BYTES))
+        both_are_there.set()
+        read.wait()
+        write.wait()
+    assert "".join(order).startswith(("wrwrwrw", "wwrwrwrw"))
+    assert len(order) == 35
