@@ -192,7 +192,9 @@ class _MasterWeights:
     """The float32 tensors that AdamW updates, and their relation to the model's parameters.
 
     In fp32 they are the parameters themselves. In bf16 they are apart: the model holds their rounding, each
-    micro-batch's bf16 gradient is added to a float32 one, and `publish` rounds the updated masters again.
+    micro-batch's bf16 gradient is added to a float32 one, and `publish` rounds the updated masters again. The
+    two gradients of a tied embedding are added in float32 too; autograd would round their sum to bf16, so the
+    head gets a parameter of its own there, a twin that always equals the embedding.
     """
 
     def __init__(self, model: nn.Module, model_dir: Path, given: Mapping[str, Any]) -> None:
@@ -200,8 +202,15 @@ class _MasterWeights:
         self._lora = given["method"] == "lora"
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters = dict(self._trained)
+        self._twin: tuple[str, nn.Parameter] | None = None
         if given["dtype"] != "bf16":
             return
+        embedding = model.get_input_embeddings().weight
+        head = model.get_output_embeddings()
+        if embedding.requires_grad and head.weight is embedding:
+            name = next(n for n, p in self._trained.items() if p is embedding)
+            head.weight = nn.Parameter(embedding.detach().clone())
+            self._twin = (name, head.weight)
         # A float32 checkpoint gives the masters all its bits; parameters that are new (adapters) are exact.
         exact = (
             {} if self._lora else dict(_load(model_dir, given, torch.float32).named_parameters())
@@ -214,7 +223,10 @@ class _MasterWeights:
 
     def accumulate(self) -> None:
         """Add the gradients of one micro-batch in float32."""
-        for name, parameter in self._trained.items():
+        pairs = list(self._trained.items())
+        if self._twin:
+            pairs.append(self._twin)
+        for name, parameter in pairs:
             master = self.masters[name]
             if master is parameter or parameter.grad is None:
                 continue
@@ -229,6 +241,9 @@ class _MasterWeights:
             master.grad = None
             if master is not parameter:
                 parameter.data.copy_(round_half_up(master))
+        if self._twin:
+            name, parameter = self._twin
+            parameter.data.copy_(self._trained[name])
 
     def export(self) -> dict[str, Tensor]:
         """Return the trained tensors as float32 copies under the names that a loaded result has."""

@@ -26,7 +26,7 @@ SIZES = {"hidden_size": 120, "intermediate_size": 332, "num_hidden_layers": 4}
     [
         {"dtype": "fp32"},
         {"dtype": "bf16"},
-        {"dtype": "fp32", "activations": "ssd"},
+        {"dtype": "fp32", "activations": "host"},
         {"dtype": "fp32", "max_grad_norm": 0},
     ],
     ids=lambda settings: "-".join(f"{value}" for value in settings.values()),
@@ -55,16 +55,23 @@ def test_the_kernel_counts_what_metrics_say(tmp_path: Path, settings: dict[str, 
 
 
 def test_lora_reads_the_base_and_writes_only_adapters(tmp_path: Path) -> None:
-    """The base comes from the original files twice a step, for forward and backward."""
+    """The base comes from the original files twice a step, for forward and backward.
+
+    With `prefetch_depth` 0 there is one weight slot for blocks: of all weights, only the block with which a
+    forward pass ends and backward begins, and the other way round, is not read twice.
+    """
     _needs_a_drive(tmp_path)
     model_dir = make_checkpoint(tmp_path / "model", "llama", **SIZES)
     make_rows(tmp_path / "rows.jsonl", 21)
-    settings = {"method": "lora", "max_steps": 4, "activations": "host"}
+    settings = {"method": "lora", "max_steps": 4, "prefetch_depth": 0}
     run = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "out", settings)
     blocks = _block_elements(model_dir)
-    assert run.moved("read", "weights", since=1) >= 3 * 2 * 4 * blocks * 0.99
+    visits = 2 * SIZES["num_hidden_layers"] - 2
+    once = 4 * blocks / SIZES["num_hidden_layers"]
+    assert run.moved("read", "weights", since=1) >= 3 * visits * once * 0.999
     adapter = sum(tensor.numel() for tensor in run.state().values())
-    assert run.moved("written", "weights") <= 4 * (4 * adapter + 6 * 4096)
+    # the first values and four updates, rounded up to blocks of the drive; the base is 25 times larger
+    assert run.moved("written", "weights") <= 5 * 1.5 * 4 * adapter
 
 
 def _assert_every_kind_moved(run: Streamed, model_dir: Path, settings: dict[str, Any]) -> None:
@@ -84,7 +91,8 @@ def _assert_every_kind_moved(run: Streamed, model_dir: Path, settings: dict[str,
             # above the least: embedding, head, and the rounding of extents
             assert num_bytes * 0.999 <= moved <= num_bytes * 1.6 + 0.1, (way, kind, moved)
     spilled = run.moved("written", "activations", since=1)
-    assert (spilled > 0) == (settings.get("activations") == "ssd")
+    # without host memory to spare, block inputs go to SSD unless told otherwise
+    assert (spilled > 0) == (settings.get("activations") != "host")
     assert (run.moved("read", "activations", since=1) > 0) == (spilled > 0)
 
 
