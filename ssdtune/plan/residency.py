@@ -68,7 +68,7 @@ class MemoryPlan:
 
     Attributes:
         resident: Parts that stay in memory.
-        gradients: "host" or "ssd": where gradients wait for the norm of all.
+        gradients: Where gradients wait for the norm of all, "host" or "ssd"; "overlap" if they need not.
         input_slots: 0 keeps block inputs in memory, else the slots through which they go to SSD and back.
         breakdown: Host bytes by purpose.
     """
@@ -134,7 +134,7 @@ def plan_memory(
 
     def total(resident: frozenset[str], gradients: str, input_slots: int) -> dict[str, int]:
         kept = sum(part.state_bytes for part in parts if part.name in resident)
-        if gradients == "host" and clipping:
+        if gradients == "host":
             waiting = gradient_bytes
         else:
             waiting = _gradient_slot_bytes(parts, num_blocks)
@@ -162,19 +162,25 @@ def plan_memory(
             f"({details}); the budget is {format_memory(budget_bytes)}. Raise host_memory, or lower "
             "per_device_train_batch_size, max_length or io.chunk_bytes."
         )
-    gradients, resident = "ssd", nothing
     if not streaming and activations == "auto" and fits(total(nothing, "ssd", 0)):
         input_slots = 0
-    if not streaming and fits(total(nothing, "host", input_slots)):
+    if not clipping:
+        gradients = "overlap"
+    elif not streaming and fits(total(nothing, "host", input_slots)):
         gradients = "host"
-    if not streaming:
-        limit = budget_bytes if cache_bytes is None else cache_bytes
-        # Traffic saved by a byte kept in memory: frozen weights 2 (two reads), trained states 26 / 12 or 28 / 12.
-        for part in sorted(parts, key=lambda p: (p.numel * p.trained == 0, p.weight_bytes)):
-            wider = resident | {part.name}
-            figures = total(wider, gradients, input_slots)
-            if fits(figures) and figures["resident states"] <= limit:
-                resident = wider
+    else:
+        gradients = "ssd"
+    resident = nothing
+    limit = budget_bytes if cache_bytes is None else cache_bytes
+    # A byte of trained states that stays saves more traffic than one of frozen weights; small parts first, since
+    # each costs a request. Trained parts must find their gradient in memory.
+    for part in sorted(parts, key=lambda p: (not p.trained, p.weight_bytes)):
+        if part.trained and gradients == "ssd":
+            continue
+        wider = resident | {part.name}
+        figures = total(wider, gradients, input_slots)
+        if fits(figures) and figures["resident states"] <= limit:
+            resident = wider
     figures = total(resident, gradients, input_slots)
     return MemoryPlan(resident, gradients, block_slots, 2, input_slots, budget_bytes, figures)
 
