@@ -32,6 +32,7 @@ from ssdtune.io.buffers import aligned_size
 from ssdtune.model.blocks import BlockModel
 from ssdtune.model.build import BuiltModel, build_model
 from ssdtune.model.checkpoint import HfCheckpoint
+from ssdtune.model.isolation import refuse_leaking_rows
 from ssdtune.model.layout import ModelLayout
 from ssdtune.model.loss import LOGIT_BYTES
 from ssdtune.plan.residency import ComputeSize, MemoryPlan, PartSize, plan_memory
@@ -96,6 +97,8 @@ def prepare(config: Config, *, with_rows: bool = True) -> Prepared:
         seed=config.training.seed,
     )
     blocks = BlockModel(built, device.torch_device)
+    if config.data.packing:
+        refuse_leaking_rows(blocks)
     max_length = longest_sequence(config, rows)
     parts = part_sizes(blocks.layout)
     compute = compute_size(config, blocks, max_length, dtype)

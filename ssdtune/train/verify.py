@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 
 from ssdtune.errors import MismatchError
 from ssdtune.model.loss import IGNORED
@@ -179,16 +180,29 @@ def _drop_page_cache(prepared: Prepared) -> None:
 
 
 def _mean_loss(model: torch.nn.Module, batch: Batch) -> float:
-    inputs = {"input_ids": torch.from_numpy(batch.input_ids)}
-    if batch.position_ids is None:
-        inputs["attention_mask"] = torch.from_numpy(batch.attention_mask)
-    else:
-        inputs["position_ids"] = torch.from_numpy(batch.position_ids)
-    labels = torch.from_numpy(batch.labels)
-    learned = int((labels[:, 1:] != IGNORED).sum())
+    """Return the mean loss of a batch; rows that were packed run apart, as if each had been alone."""
+    learned = int((batch.labels[:, 1:] != IGNORED).sum())
     model.eval()
+    total = 0.0
     with torch.no_grad():
-        result = model(
-            **inputs, labels=labels, use_cache=False, num_items_in_batch=torch.tensor(learned)
-        )
-    return result.loss.item()
+        for ids, mask, labels in _apart(batch):
+            result = model(
+                input_ids=torch.from_numpy(ids),
+                attention_mask=torch.from_numpy(mask),
+                labels=torch.from_numpy(labels),
+                use_cache=False,
+                num_items_in_batch=torch.tensor(learned),
+            )
+            total += result.loss.item()
+    return total
+
+
+def _apart(batch: Batch) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+    """Yield input_ids, attention_mask and labels [b, s] of the batch, or of each packed row."""
+    if batch.segment_ids is None:
+        yield batch.input_ids, batch.attention_mask, batch.labels
+        return
+    for sequence, segments in enumerate(batch.segment_ids):
+        for segment in range(segments.max() + 1):
+            where = (slice(sequence, sequence + 1), segments == segment)
+            yield batch.input_ids[where], batch.attention_mask[where], batch.labels[where]
