@@ -67,18 +67,18 @@ def export(
     output_dir: str | os.PathLike[str],
     *,
     merge: bool = False,
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int = "50GB",
 ) -> Path:
     """Write the weights or the adapter of a checkpoint so that transformers or peft load the folder.
 
     Args:
-        checkpoint: A `checkpoint-N` folder of a run.
-        output_dir: New folder.
+        checkpoint: A `checkpoint-N` folder of a run; with `merge` also a folder with a finished adapter.
+        output_dir: New or empty folder.
         merge: Merge a LoRA adapter into its base.
         max_shard_size: Largest size of one file.
     """
     from ssdtune.errors import ConfigError
-    from ssdtune.train.finetune import export as run
+    from ssdtune.train.exporting import export as run
     from ssdtune.units import parse_size
 
     try:
@@ -87,5 +87,4 @@ def export(
         raise ConfigError(f"max_shard_size: {error}") from error
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_size must be at least 1 byte, not {max_shard_bytes}")
-    run(Path(checkpoint), Path(output_dir), merge=merge, max_shard_bytes=max_shard_bytes)
-    return Path(output_dir)
+    return run(Path(checkpoint), Path(output_dir), merge=merge, max_shard_bytes=max_shard_bytes)

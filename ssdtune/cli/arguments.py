@@ -117,12 +117,16 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     export = command(
         "export",
         "write the weights or adapter of a checkpoint for transformers",
-        "CHECKPOINT --output-dir DIR",
+        "CHECKPOINT OUT",
     )
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint-N folder of a run")
-    export.add_argument("--output-dir", required=True, metavar="DIR", help="new folder to write")
+    export.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="checkpoint-N folder of a run; with --merge also a folder with an adapter",
+    )
+    export.add_argument("output_dir", metavar="OUT", help="new folder to write")
     export.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base")
-    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="(default: 5GB)")
+    export.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="(default: 50GB)")
     _add_try_commands(command)
     demo = command(
         "demo", "make a small model, fine-tune it from SSD, export it and try it", "[MODEL]"

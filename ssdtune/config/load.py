@@ -85,6 +85,25 @@ def to_yaml(config: Config) -> str:
     return str(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=100))
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """Return the same settings, true from any current folder; hub ids and `last` stay."""
+    values = to_dict(config)
+    for leaf in all_leaves().values():
+        section = values[leaf.section] if leaf.section else values
+        if leaf.meta["path"] and section[leaf.name]:
+            section[leaf.name] = _absolute(section[leaf.name], leaf.name)
+    return load_config(values)
+
+
+def _absolute(value: Any, name: str) -> Any:
+    if isinstance(value, list):
+        return [_absolute(item, name) for item in value]
+    is_name = name == "model_name_or_path" and not Path(value).expanduser().exists()
+    if is_name or (name == "resume_from_checkpoint" and value == "last"):
+        return value
+    return str(Path(value).expanduser().absolute())
+
+
 def _build(values: Mapping[str, Any]) -> Config:
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     top: dict[str, Any] = {}

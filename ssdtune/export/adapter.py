@@ -200,6 +200,7 @@ def merge_adapter(
             )
     config.inference_mode = True
     config.init_lora_weights = True  # anything else would look at the base weights
+    config.base_model_name_or_path = model.name_or_path  # else peft warns that it was renamed
     try:
         peft_model = get_peft_model(model, config)
     except ValueError as error:

@@ -13,7 +13,7 @@ from typing import Any
 from ssdtune.errors import ConfigError, FormatError
 from ssdtune.io.backend import ALIGNMENT
 from ssdtune.store.checksums import Checksums
-from ssdtune.store.layout import StoreLayout, UnitSpec, describe_units
+from ssdtune.store.layout import StateSpec, StoreLayout, UnitSpec, describe_units
 
 FORMAT = 1
 
@@ -93,6 +93,22 @@ class Manifest:
             ):
                 raise FormatError(f"{source}: unit {unit} has no version {version}. {remedy}")
         return manifest
+
+    def unit_specs(self) -> list[UnitSpec]:
+        """Return the units that it was made with.
+
+        Raises:
+            FormatError: They are damaged.
+        """
+        try:
+            return [
+                UnitSpec(name, tuple(StateSpec(*state) for state in states))
+                for name, states in self.units
+            ]
+        except (TypeError, ValueError) as error:
+            raise FormatError(
+                f"the manifest of run {self.run_id} has damaged units ({error}). Use an intact checkpoint."
+            ) from error
 
     def build_layout(self, units: Sequence[UnitSpec], copies: int, source: str) -> StoreLayout:
         """Build the layout again for the units of today.

@@ -375,6 +375,11 @@ class Store:
                 self._write_owners()
 
     @property
+    def check_bytes(self) -> int:
+        """Piece of a state that has a checksum of its own."""
+        return self._checksums.check_bytes
+
+    @property
     def frozen_labels(self) -> list[str]:
         """Labels of all checkpoints and leases, oldest first."""
         with self._lock:

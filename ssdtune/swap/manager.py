@@ -335,14 +335,9 @@ class SwapManager:
         return self._join(weights, self._read_range(part, "low", spec)).view(spec.shape)
 
     def _read_range(self, part: Part, state: str, spec: TensorSpec) -> torch.Tensor:
-        dtype = state_dtypes(part)[state]
-        start, stop = spec.offset * dtype.itemsize, (spec.offset + spec.numel) * dtype.itemsize
         if self.is_resident(part):
             return self.resident(part).states[state][spec.offset : spec.offset + spec.numel]
-        first, end = start // ALIGNMENT * ALIGNMENT, aligned_size(stop)
-        raw = _bytes_of(Buffer(end - first))
-        self.store.read(part.name, state, as_bytes(raw), offset=first).wait()
-        return raw[start - first : stop - first].view(dtype)
+        return read_stored(self.store, part, state, spec)
 
     def free_slots(self) -> None:
         """Give the memory of all slots back; only `read_tensor` and `flush` work from then on."""
@@ -420,6 +415,23 @@ class SwapManager:
         shape, dtype = self._input_shapes[unit]
         num_bytes = aligned_size(shape.numel() * dtype.itemsize)
         return memoryview(self._input(slot_name)[:num_bytes].numpy())
+
+
+def read_stored(
+    store: Store, part: Part, state: str, spec: TensorSpec, piece_bytes: int = ALIGNMENT
+) -> torch.Tensor:
+    """Return one tensor's elements [N] of a state of a part as they are in the store. Blocks.
+
+    Args:
+        piece_bytes: Whole pieces of this size are read, a multiple of 4096.
+    """
+    dtype = state_dtypes(part)[state]
+    start, stop = spec.offset * dtype.itemsize, (spec.offset + spec.numel) * dtype.itemsize
+    first = start // piece_bytes * piece_bytes
+    end = min(-(-stop // piece_bytes) * piece_bytes, aligned_size(part.numel * dtype.itemsize))
+    raw = _bytes_of(Buffer(end - first))
+    store.read(part.name, state, as_bytes(raw), offset=first).wait()
+    return raw[start - first : stop - first].view(dtype)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -18,11 +18,9 @@ from typing import Any
 import torch
 
 from ssdtune.config.check import require
-from ssdtune.config.load import to_yaml
+from ssdtune.config.load import to_yaml, with_absolute_paths
 from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError, Interrupted
-from ssdtune.export.adapter import export_adapter
-from ssdtune.export.weights import export_weights
 from ssdtune.hardware.memory import process_memory
 from ssdtune.io.backend import Backend
 from ssdtune.io.buffers import BufferPool
@@ -48,6 +46,7 @@ from ssdtune.train.checkpoint import (
     read_state,
 )
 from ssdtune.train.engine import Engine, make_step_shape
+from ssdtune.train.exporting import write_result
 from ssdtune.train.lanes import Lanes
 from ssdtune.train.prepare import Prepared, Rows, prepare, summary_lines
 from ssdtune.train.signals import StopSignals
@@ -256,7 +255,9 @@ class _Run:
             stack.callback(backend.close)
             store = self._open_store(backend)
             stack.callback(self._close_store, store, fresh_output)
-            (self.output_dir / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
+            (self.output_dir / "config.yaml").write_text(
+                to_yaml(with_absolute_paths(self.config)), encoding="utf-8"
+            )
             (self.output_dir / "plan.json").write_text(
                 json.dumps(self.prepared.memory.to_dict(), indent=2) + "\n", encoding="utf-8"
             )
@@ -274,7 +275,7 @@ class _Run:
             if reference is not None:
                 verify(engine, check_batch, reference, self.prepared.dtype)
             history, counters = self._train(engine, swap, adam, store, source, identity)
-            self._export(swap, source, pool)
+            self._export(swap, pool)
         final = process_memory()
         return Result(
             self.output_dir, rows.total_steps, history.losses, history.grad_norms, history.evaluations,
@@ -373,42 +374,19 @@ class _Run:
         self.progress.finish()
         return history, counters
 
-    def _export(self, swap: SwapManager, source: WeightSource, pool: BufferPool) -> None:
+    def _export(self, swap: SwapManager, pool: BufferPool) -> None:
         """Write the tuned weights; the memory of training is given back first."""
         swap.free_slots()
         pool.trim()
         prepared = self.prepared
-        tensors = {
-            spec.name: (part, spec)
-            for part in prepared.layout.trained_parts
-            for spec in part.tensors
-        }
-        if prepared.built.peft is None:
-            keymap = prepared.built.keymap
-
-            def get_tensor(name: str) -> torch.Tensor:
-                part, spec = tensors[keymap.canonical(name)]
-                halves = keymap.dtype_of(name, prepared.checkpoint) == torch.bfloat16
-                return swap.read_tensor(part, spec, high_only=halves)
-
-            export_weights(
-                self.output_dir,
-                checkpoint=prepared.checkpoint,
-                keymap=keymap,
-                get_tensor=get_tensor,
-            )
-            return
-        with prepared.blocks.whole():
-            export_adapter(
-                self.output_dir,
-                peft_model=prepared.built.peft,
-                tensors={
-                    f"base_model.model.{name}": swap.read_tensor(part, spec)
-                    for name, (part, spec) in tensors.items()
-                },
-                base_model_name_or_path=self.config.model.model_name_or_path,
-                checkpoint=prepared.checkpoint,
-            )
+        write_result(
+            self.output_dir,
+            checkpoint=prepared.checkpoint,
+            built=prepared.built,
+            blocks=prepared.blocks,
+            read=lambda part, spec, high: swap.read_tensor(part, spec, high_only=high),
+            base_model_name_or_path=self.config.model.model_name_or_path,
+        )
 
 
 def _return_memory() -> None:
