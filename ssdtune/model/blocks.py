@@ -326,7 +326,12 @@ def _find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _local_names(path: str, number: int, block: nn.Module) -> dict[str, str]:
-    return {f"{path}.{number}.{local}": local for local, _ in block.named_parameters()}
+    # what modules_to_save replaced is never used, and is in no unit (see layout)
+    return {
+        f"{path}.{number}.{local}": local
+        for local, _ in block.named_parameters()
+        if ".original_module." not in local
+    }
 
 
 def _refuse_shared(blocks: list[nn.Module], model: nn.Module) -> None:
