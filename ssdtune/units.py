@@ -41,6 +41,14 @@ def _three_digits(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
+def format_count(number: float) -> str:
+    """Format a number of parameters or tokens, such as `830`, `55.8k`, `2.76M` or `1.10B`."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= factor:
+            return f"{_three_digits(number / factor)}{unit}"
+    return f"{number:.0f}"
+
+
 def format_memory(num_bytes: float) -> str:
     """Format bytes of memory with a binary unit, such as `2.87 GiB`."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

@@ -192,6 +192,16 @@ class IoConfig:
         None, "threads of the optimizer; all cores by default", low=1
     )
     prefetch_depth: int = setting(1, "blocks read ahead of the one that computes", low=0)
+    rated_terabytes_written: float | None = setting(
+        None,
+        "what the drives of swap_dirs are rated for, together (TBW on their data sheets); by default "
+        "600 for each directory",
+        unit="TB",
+        low=0.001,
+    )
+    wear_warning: float = setting(
+        0.05, "warn if the run writes more than this share of rated_terabytes_written", low=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,25 +34,27 @@ class RunShape:
         num_blocks: Blocks of the model.
         num_micro_batches: Micro-batches of a step.
         input_bytes: One block's input for one micro-batch: sequences × length × hidden size × element.
+        step_inputs_bytes: One block's inputs for all micro-batches of a mean step; None for the longest.
         gradients_on_ssd: Complete gradients wait on SSD for the norm of all.
         inputs_on_ssd: Block inputs wait on SSD for the backward pass.
         update_reads_weights: The update reads the weights once more; else it takes those that backward used.
         checkpoints_kept: Checkpoints on the drives at any time; 0 if none are made.
         export_bytes: Size of the files that the run leaves for others.
-        num_steps: Optimizer steps of the run; `steps_per_epoch` of one pass over the rows.
+        num_steps: Optimizer steps of the run; `steps_per_epoch` of one pass over the rows, None if unknown.
         num_checkpoints: Checkpoints made during the run.
     """
 
     num_blocks: int = 0
     num_micro_batches: int = 1
     input_bytes: int = 0
+    step_inputs_bytes: int | None = None
     gradients_on_ssd: bool = False
     inputs_on_ssd: bool = False
     update_reads_weights: bool = True
     checkpoints_kept: int = 1
     export_bytes: int = 0
     num_steps: int = 1
-    steps_per_epoch: float = 1.0
+    steps_per_epoch: float | None = 1.0
     num_checkpoints: int = 0
 
 
@@ -154,10 +156,10 @@ def step_traffic(
             reads = loads + run.update_reads_weights if state == "weights" else 1
             read[STATE_KINDS[state]] += num_bytes * reads
             written[STATE_KINDS[state]] += num_bytes
-    for kind, num_bytes in (
-        ("gradients", _gradient_bytes(parts, run)),
-        ("activations", _inputs_bytes(run)),
-    ):
+    inputs = _inputs_bytes(run)
+    if inputs and run.step_inputs_bytes is not None:
+        inputs = run.step_inputs_bytes * run.num_blocks
+    for kind, num_bytes in (("gradients", _gradient_bytes(parts, run)), ("activations", inputs)):
         read[kind] += num_bytes
         written[kind] += num_bytes
     return Traffic(read, written)
@@ -166,10 +168,19 @@ def step_traffic(
 def run_written_bytes(
     parts: Sequence[PartSize], run: RunShape, resident: Collection[str] = ()
 ) -> int:
-    """Return what the whole run writes: its steps, resident states once per checkpoint, the export."""
-    kept = sum(sum(state_bytes(part).values()) for part in parts if part.name in resident)
+    """Return what the whole run writes.
+
+    That is the first weights of streamed parts, the steps, resident states once per checkpoint, the export.
+    """
+    kept, first = 0, 0
+    for part in parts:
+        states = state_bytes(part)
+        if part.name in resident:
+            kept += sum(states.values())
+        else:
+            first += states.get("weights", 0) + states.get("low", 0)
     steps = step_traffic(parts, run, resident).written_bytes * run.num_steps
-    return steps + kept * run.num_checkpoints + run.export_bytes
+    return first + steps + kept * run.num_checkpoints + run.export_bytes
 
 
 def _gradient_bytes(parts: Sequence[PartSize], run: RunShape) -> int:

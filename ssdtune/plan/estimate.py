@@ -18,7 +18,7 @@ from ssdtune.plan.budget import (
     step_traffic,
 )
 from ssdtune.plan.residency import PartSize
-from ssdtune.units import format_disk
+from ssdtune.units import format_count, format_disk
 
 CONSUMER_RATED_BYTES = 600 * 10**12
 """Bytes that consumer drives of 1 TB are usually rated for; the data sheet calls it TBW."""
@@ -29,14 +29,16 @@ class Wear:
     """What a run writes, against what the drives are rated for.
 
     Attributes:
-        step_bytes, epoch_bytes, run_bytes: Bytes written, on all drives together.
+        step_bytes, epoch_bytes, run_bytes: Bytes written, on all drives together; None if unknown.
         rated_bytes: Bytes that the drives are rated for, together.
+        rated_is_assumed: Nobody said so; it is a guess.
     """
 
     step_bytes: int
-    epoch_bytes: int
+    epoch_bytes: int | None
     run_bytes: int
     rated_bytes: int
+    rated_is_assumed: bool = False
 
     @property
     def share(self) -> float:
@@ -45,19 +47,24 @@ class Wear:
 
     def text(self) -> str:
         """Return one line for people."""
+        epoch = "" if self.epoch_bytes is None else f"{format_disk(self.epoch_bytes)} per epoch, "
         return (
-            f"{format_disk(self.step_bytes)} written per step, {format_disk(self.epoch_bytes)} per epoch, "
-            f"{format_disk(self.run_bytes)} in this run: {_percent(self.share)} of the "
-            f"{format_disk(self.rated_bytes)} that the drives are rated for"
+            f"{format_disk(self.step_bytes)} written per step, {epoch}"
+            f"{format_disk(self.run_bytes)} in this run: {_percent(self.share)} of {self._rating()}"
         )
+
+    def _rating(self) -> str:
+        rated = f"the {format_disk(self.rated_bytes)} that the drives are rated for"
+        if self.rated_is_assumed:
+            rated += " (assumed; set io.rated_terabytes_written)"
+        return rated
 
     def warning(self, limit: float = 0.05) -> str | None:
         """Return a warning if the run takes more than this share of the drives' life, else None."""
         if self.share <= limit:
             return None
         return (
-            f"this run writes {format_disk(self.run_bytes)}, {_percent(self.share)} of what the drives are "
-            f"rated for ({format_disk(self.rated_bytes)}). Larger batches (gradient_accumulation_steps) "
+            f"this run writes {format_disk(self.run_bytes)}, {_percent(self.share)} of {self._rating()}. Larger batches (gradient_accumulation_steps) "
             "write less per token, more host_cache less per step; method: lora writes next to nothing."
         )
 
@@ -99,7 +106,7 @@ class Estimate:
         frozen = f", {format_disk(self.frozen_bytes)} frozen" if self.frozen_bytes else ""
         return "\n".join(
             [
-                f"trained   {self.trained_parameters:.4g} parameters{frozen}",
+                f"trained   {format_count(self.trained_parameters)} parameters{frozen}",
                 f"drives    {format_disk(self.disk.total)}: {parts or 'nothing'}",
                 f"per step  {format_disk(self.traffic.read_bytes)} read, "
                 f"{format_disk(self.traffic.written_bytes)} written{self._per_parameter()}",
@@ -121,6 +128,7 @@ def estimate(
     resident: Collection[str] = (),
     *,
     rated_bytes: int = CONSUMER_RATED_BYTES,
+    rated_is_assumed: bool = False,
 ) -> Estimate:
     """Return all figures of a run.
 
@@ -131,9 +139,10 @@ def estimate(
     traffic = step_traffic(parts, run, resident)
     wear = Wear(
         traffic.written_bytes,
-        round(traffic.written_bytes * run.steps_per_epoch),
+        None if run.steps_per_epoch is None else round(traffic.written_bytes * run.steps_per_epoch),
         run_written_bytes(parts, run, resident),
         rated_bytes,
+        rated_is_assumed,
     )
     return Estimate(
         sum(part.numel for part in parts if part.trained),

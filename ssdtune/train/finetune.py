@@ -9,8 +9,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,9 @@ from ssdtune.model.source import WeightSource
 from ssdtune.optim.adamw import join_master, split_master
 from ssdtune.report.metrics import MetricsWriter
 from ssdtune.report.progress import Progress, choose_progress
-from ssdtune.store.claim import space_needs
-from ssdtune.store.directories import prepare_directories, resolve_directories
-from ssdtune.store.layout import StoreLayout, UnitSpec
-from ssdtune.store.space import Need, check_space
+from ssdtune.store.directories import prepare_directories
 from ssdtune.store.store import Store
-from ssdtune.swap.manager import SwapManager, unit_specs
+from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
 from ssdtune.train.checkpoint import (
     TrainerState,
@@ -45,10 +41,11 @@ from ssdtune.train.checkpoint import (
     read_manifest,
     read_state,
 )
+from ssdtune.train.disk import DiskPlan, plan_disk
 from ssdtune.train.engine import Engine, make_step_shape
 from ssdtune.train.exporting import write_result
 from ssdtune.train.lanes import Lanes
-from ssdtune.train.prepare import Prepared, Rows, prepare, summary_lines
+from ssdtune.train.prepare import Prepared, prepare, summary_lines
 from ssdtune.train.signals import StopSignals
 from ssdtune.train.trainer import History, Trainer
 from ssdtune.train.verify import reference_losses, verify
@@ -125,14 +122,8 @@ def finetune(
     resumed = _resumed_from(config, output_dir)
     prepared = prepare(config)
     assert prepared.rows is not None
-    units = _units(prepared)
-    directories = resolve_directories(config.io.swap_dirs or [str(output_dir / "swap")])
-    copies = _copies(config, prepared.rows, resumed)
-    layout = StoreLayout.build(units, copies, [1.0] * len(directories))
-    export_bytes = prepared.checkpoint.num_bytes if config.method == "full" else 0
-    check_space(
-        [*space_needs(directories, layout), Need(output_dir, export_bytes, "tuned weights")]
-    )
+    disk = plan_disk(prepared, output_dir, resumed=resumed is not None)
+    disk.check_space()
     if progress is None:
         progress = choose_progress(logging_steps=config.training.logging_steps, environ=os.environ)
     with ExitStack() as stack:
@@ -140,12 +131,17 @@ def finetune(
         stack.enter_context(progress)
         progress.start(
             prepared.rows.total_steps,
-            "\n".join(summary_lines(prepared, layout.total_bytes, directories)),
+            "\n".join(
+                [
+                    *summary_lines(prepared, disk.layout.total_bytes, disk.directories),
+                    f"drive wear: {disk.estimate.wear.text()}",
+                ]
+            ),
             first_step=1 + (resumed[1].step if resumed else 0),
         )
-        run = _Run(
-            config, prepared, units, directories, copies, output_dir, resumed, progress, signals
-        )
+        if warning := disk.wear_warning(config):
+            logger.warning("%s", warning)
+        run = _Run(config, prepared, disk, output_dir, resumed, progress, signals)
         return run.run()
 
 
@@ -170,23 +166,6 @@ def _resumed_from(config: Config, output_dir: Path) -> tuple[Path, TrainerState]
 
 def _is_finished(output_dir: Path) -> bool:
     return any(output_dir.glob("*.safetensors"))
-
-
-def _copies(config: Config, rows: Rows, resumed: object) -> int:
-    """Return the places of each state: the live one, and one for each checkpoint that is kept."""
-    every = config.training.save_steps
-    if not resumed and (every == 0 or every >= rows.total_steps):
-        return 1  # the only save, if any, is at the end
-    return 1 + config.training.save_total_limit
-
-
-def _units(prepared: Prepared) -> list[UnitSpec]:
-    return unit_specs(
-        prepared.layout,
-        prepared.memory,
-        prepared.compute.input_bytes,
-        prepared.compute.num_micro_batches,
-    )
 
 
 def _identity(prepared: Prepared) -> dict[str, Any]:
@@ -220,9 +199,7 @@ class _Run:
 
     config: Config
     prepared: Prepared
-    units: Sequence[UnitSpec]
-    directories: Sequence[Path]
-    copies: int
+    disk: DiskPlan
     output_dir: Path
     resumed: tuple[Path, TrainerState] | None
     progress: Progress
@@ -240,26 +217,36 @@ class _Run:
             reference = reference_losses(self.prepared, check_batch[0])
             _return_memory()
         self._leave_if_asked("before the first step; nothing was written")
-        fresh_output = not self.output_dir.exists()
-        try:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir {self.output_dir} cannot be made: {error.strerror}"
-            ) from error
         io = self.config.io
         backend = open_backend(
             io.backend, queue_depth=io.queue_depth, request_bytes=io.request_bytes
         )
         with ExitStack() as stack:
             stack.callback(backend.close)
+            if not self.output_dir.exists():
+                stack.callback(self._remove_if_empty)
+            try:
+                self.output_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"output_dir {self.output_dir} cannot be made: {error.strerror}"
+                ) from error
             store = self._open_store(backend)
-            stack.callback(self._close_store, store, fresh_output)
+            stack.callback(self._close_store, store)
             (self.output_dir / "config.yaml").write_text(
                 to_yaml(with_absolute_paths(self.config)), encoding="utf-8"
             )
             (self.output_dir / "plan.json").write_text(
-                json.dumps(self.prepared.memory.to_dict(), indent=2) + "\n", encoding="utf-8"
+                json.dumps(
+                    {
+                        "schema_version": 1,
+                        "memory": self.prepared.memory.to_dict(),
+                        "estimate": self.disk.estimate.to_dict(),
+                    },
+                    indent=2,
+                )
+                + "\n",
+                encoding="utf-8",
             )
             pool = BufferPool()
             source = WeightSource(
@@ -291,17 +278,17 @@ class _Run:
             raise Interrupted(f"stopped {when}.", self.signals.requested)
 
     def _open_store(self, backend: Backend) -> Store:
-        direct = self.config.io.direct
+        direct, disk = self.config.io.direct, self.disk
         if self.resumed:
             folders = checkpoint_folders(self.output_dir)
             return Store.open(
-                self.directories, self.units, checkpoints={f: read_manifest(f) for f in folders},
-                live=self.resumed[0], backend=backend, output_dir=self.output_dir, copies=self.copies,
+                disk.directories, disk.units, checkpoints={f: read_manifest(f) for f in folders},
+                live=self.resumed[0], backend=backend, output_dir=self.output_dir, copies=disk.copies,
                 direct=direct,
             )  # fmt: skip
-        prepare_directories([str(path) for path in self.directories])
+        prepare_directories([str(path) for path in disk.directories])
         return Store.create(
-            self.directories, self.units, copies=self.copies, run_id=uuid.uuid4().hex, backend=backend,
+            disk.directories, disk.units, copies=disk.copies, run_id=uuid.uuid4().hex, backend=backend,
             output_dir=self.output_dir, check_bytes=self._check_bytes(), direct=direct,
         )  # fmt: skip
 
@@ -309,14 +296,18 @@ class _Run:
         """Return a checksum's piece: half a chunk, so that chunks of 2-byte states are whole pieces too."""
         return max(self.config.io.chunk_bytes // 4 // 2048, 1) * 2048 * 2
 
-    def _close_store(self, store: Store, fresh_output: bool) -> None:
+    def _close_store(self, store: Store) -> None:
         """Close the store; without a checkpoint its states are of no use to anybody."""
         keep = bool(checkpoint_folders(self.output_dir))
         store.close(delete_files=not keep)
         if not keep and not self.config.io.swap_dirs:
             shutil.rmtree(self.output_dir / "swap", ignore_errors=True)
-        if fresh_output and self.output_dir.exists() and not any(self.output_dir.iterdir()):
-            self.output_dir.rmdir()
+
+    def _remove_if_empty(self) -> None:
+        """Remove the output folder if the run failed before anything was written to it."""
+        for folder in (self.output_dir / "swap", self.output_dir):
+            with suppress(OSError):
+                folder.rmdir()
 
     def _load_buffers(self, source: WeightSource) -> None:
         buffers = self.prepared.blocks.persistent_buffers()

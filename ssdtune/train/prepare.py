@@ -36,6 +36,7 @@ from ssdtune.model.isolation import refuse_leaking_rows
 from ssdtune.model.layout import ModelLayout
 from ssdtune.model.loss import LOGIT_BYTES
 from ssdtune.plan.residency import ComputeSize, MemoryPlan, PartSize, plan_memory
+from ssdtune.units import format_count, format_disk, format_memory
 
 logger = logging.getLogger(__name__)
 
@@ -140,15 +141,9 @@ def choose_dtype(name: str, device: Device) -> torch.dtype:
 
 def read_rows(config: Config, checkpoint: HfCheckpoint) -> Rows:
     """Read and tokenize the training and held-out rows."""
-    try:
-        tokenizer = load_tokenizer(
-            checkpoint.path, trust_remote_code=config.model.trust_remote_code
-        )
-    except ConfigError:
-        # Rows that are tokenized already need none; others ask for it with the same error.
-        tokenizer = None
-        if not _tokenized(Path(config.data.train_file).expanduser()):
-            raise
+    tokenizer = load_tokenizer(
+        checkpoint.path, trust_remote_code=config.model.trust_remote_code, missing_ok=True
+    )
     vocab_size = _vocab_size(checkpoint)
     train = load_rows(config.data.train_file, tokenizer, config.data, vocab_size=vocab_size)
     padding = Padding.of(tokenizer)
@@ -168,19 +163,10 @@ def read_rows(config: Config, checkpoint: HfCheckpoint) -> Rows:
         size = training.per_device_eval_batch_size or training.per_device_train_batch_size
         evaluation = list(eval_batches(held_out, batch_size=size, padding=padding))
     for line in train.report.summary():
-        logger.info("%s: %s", config.data.train_file, line)
+        logger.info("%s", line)
     return Rows(
         train, plan, evaluation, plan.num_steps(training.num_train_epochs, training.max_steps)
     )
-
-
-def _tokenized(path: Path) -> bool:
-    """Say whether the first row is tokenized already."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            return '"input_ids"' in next((line for line in file if line.strip()), "")
-    except (OSError, UnicodeDecodeError):
-        return True  # the reader says what is wrong
 
 
 def _vocab_size(checkpoint: HfCheckpoint) -> int | None:
@@ -260,8 +246,6 @@ def _feed_forward_size(text: Any, hidden: int) -> int:
 
 def summary_lines(prepared: Prepared, swap_bytes: int, directories: Sequence[Path]) -> list[str]:
     """Return what is about to happen, a few lines for people."""
-    from ssdtune.units import format_disk, format_memory
-
     layout, plan = prepared.layout, prepared.memory
     total = sum(spec.numel for part in layout.parts for spec in part.tensors)
     trained = sum(spec.numel for part in layout.trained_parts for spec in part.tensors)
@@ -274,7 +258,7 @@ def summary_lines(prepared: Prepared, swap_bytes: int, directories: Sequence[Pat
     }
     return [
         f"{prepared.checkpoint.name_or_path}: {prepared.built.model.config.model_type}, "
-        f"{total / 1e9:.3g}B parameters in {layout.num_blocks} blocks, {trained / 1e9:.3g}B trained, "
+        f"{format_count(total)} parameters in {layout.num_blocks} blocks, {format_count(trained)} trained, "
         f"computed in {str(prepared.dtype).removeprefix('torch.')} on {prepared.device.name}",
         f"host memory: {format_memory(plan.host_bytes)} planned of {format_memory(plan.budget_bytes)}; "
         f"{len(streamed)} of {len(streamed) + kept} parts streamed, gradients wait {waits[plan.gradients]}, "

@@ -132,7 +132,8 @@ def test_resident_parts_do_not_move() -> None:
     assert (traffic.read_bytes, traffic.written_bytes) == (0, 0)
     # but checkpoints hold them, and the export is written
     assert run_written_bytes(parts, run, everything) == 2 * 12 * PARAMETERS + 5
-    assert run_written_bytes(parts, run) == 10 * 12 * PARAMETERS + 5
+    # streamed weights come to the drives first: both halves of their masters
+    assert run_written_bytes(parts, run) == (4 + 10 * 12) * PARAMETERS + 5
     assert disk_need(parts, run).states == 12 * PARAMETERS
 
     streamed, kept = step_traffic(parts, run), step_traffic(parts, run, {"block.3"})
@@ -163,26 +164,43 @@ def test_wear() -> None:
         "drives are rated for"
     )
     assert wear.warning(0.1) is None
-    assert "60.0 TB, 10 %" in (wear.warning(0.05) or "")
+    assert "60.0 TB, 10 % of the 600 TB" in (wear.warning(0.05) or "")
+    assert "assumed" not in wear.text()
+    guess = Wear(10**9, None, 10**9, 600 * 10**12, rated_is_assumed=True)
+    assert "epoch" not in guess.text()
+    assert "(assumed; set io.rated_terabytes_written)" in guess.text()
+
+
+def test_mean_block_inputs_are_what_moves_and_the_longest_what_needs_room() -> None:
+    run = RunShape(
+        num_blocks=3,
+        num_micro_batches=2,
+        input_bytes=8192,
+        step_inputs_bytes=5000,
+        inputs_on_ssd=True,
+    )
+    assert disk_need([], run).activations == 3 * 2 * 8192
+    assert step_traffic([], run).written == step_traffic([], run).read
+    assert step_traffic([], run).written_bytes == 3 * 5000
 
 
 def test_estimate_in_words_and_as_json() -> None:
     run = RunShape(num_steps=100, steps_per_epoch=50, num_checkpoints=2, export_bytes=2_200_096_768)
     result = estimate(tiny_llama(), run)
     assert result.text().splitlines() == [
-        "trained   1.1e+09 parameters",
+        "trained   1.10B parameters",
         "drives    28.6 GB: states 13.2 GB, checkpoints 13.2 GB, export 2.20 GB",
         "per step  17.3 GB read, 13.2 GB written (15.8 and 12 bytes per parameter)",
-        "wear      13.2 GB written per step, 660 GB per epoch, 1.32 TB in this run: 0.22 % of the 600 TB "
+        "wear      13.2 GB written per step, 660 GB per epoch, 1.33 TB in this run: 0.221 % of the 600 TB "
         "that the drives are rated for",
     ]
     values = json.loads(json.dumps(result.to_dict()))
     assert values["disk_bytes"]["total"] == result.disk.total
     assert values["step_bytes_read"]["moments"] == 8 * PARAMETERS
-    assert values["wear"]["run_bytes"] == 1200 * PARAMETERS + 2_200_096_768
+    assert values["wear"]["run_bytes"] == 1204 * PARAMETERS + 2_200_096_768
 
 
 def test_estimate_of_an_adapter() -> None:
     text = estimate(lora(), RunShape()).text()
-    assert "6144 parameters, 6.50 MB frozen" in text
+    assert "6.14k parameters, 6.50 MB frozen" in text
     assert "per parameter" not in text

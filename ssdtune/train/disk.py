@@ -1,0 +1,137 @@
+"""What a run lays on its drives and writes to them: places, the check for room, and the estimate of wear.
+
+One function for `ssdtune plan` and for the run itself, so that the one refuses exactly what the other would.
+Nothing is written here. The arithmetic is in `ssdtune.plan.budget`, the places in `ssdtune.store.layout`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdtune.config.schema import Config
+from ssdtune.io.buffers import aligned_size
+from ssdtune.plan.budget import RunShape
+from ssdtune.plan.estimate import CONSUMER_RATED_BYTES, Estimate, estimate
+from ssdtune.store.claim import space_needs
+from ssdtune.store.directories import resolve_directories
+from ssdtune.store.layout import StoreLayout, UnitSpec
+from ssdtune.store.space import Need, check_space
+from ssdtune.swap.manager import unit_specs
+from ssdtune.train.prepare import Prepared
+
+SAMPLED_STEPS = 64
+"""Steps whose rows are looked at for the mean size of block inputs."""
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """Where the states of a run go.
+
+    Attributes:
+        units: What the store holds.
+        directories: Swap directories, absolute.
+        copies: Places of each state: the live one, and one for each checkpoint that is kept.
+        layout: Where each place is.
+        needs: Everything that the run will write, for `check_space`.
+        estimate: Room, traffic and wear as figures.
+    """
+
+    units: list[UnitSpec]
+    directories: list[Path]
+    copies: int
+    layout: StoreLayout
+    needs: list[Need]
+    estimate: Estimate
+
+    def check_space(self) -> None:
+        """Refuse a run that does not fit.
+
+        Raises:
+            CapacityError: Some file systems are too small.
+        """
+        check_space(self.needs)
+
+    def wear_warning(self, config: Config) -> str | None:
+        """Return a warning if the run takes more of the drives' life than the settings allow."""
+        return self.estimate.wear.warning(config.io.wear_warning)
+
+
+def plan_disk(prepared: Prepared, output_dir: Path, *, resumed: bool = False) -> DiskPlan:
+    """Plan the drives of a run.
+
+    Args:
+        output_dir: Absolute; holds the default swap directory and the tuned weights.
+        resumed: The run goes on from a checkpoint, so that one exists from the start.
+
+    Raises:
+        ConfigError: A swap directory cannot be one.
+    """
+    config = prepared.config
+    units = unit_specs(
+        prepared.layout,
+        prepared.memory,
+        prepared.compute.input_bytes,
+        prepared.compute.num_micro_batches,
+    )
+    directories = resolve_directories(config.io.swap_dirs or [str(output_dir / "swap")])
+    shape = _run_shape(prepared, resumed)
+    copies = 1 + shape.checkpoints_kept
+    layout = StoreLayout.build(units, copies, [1.0] * len(directories))
+    needs = [
+        *space_needs(directories, layout),
+        Need(output_dir, shape.export_bytes, "tuned weights"),
+    ]
+    rated = config.io.rated_terabytes_written
+    figures = estimate(
+        prepared.parts,
+        shape,
+        prepared.memory.resident,
+        rated_bytes=round(rated * 10**12) if rated else CONSUMER_RATED_BYTES * len(directories),
+        rated_is_assumed=rated is None,
+    )
+    return DiskPlan(units, directories, copies, layout, needs, figures)
+
+
+def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
+    training, rows = prepared.config.training, prepared.rows
+    num_steps = rows.total_steps if rows else training.max_steps
+    every = training.save_steps
+    # A run whose only save, if any, is at its end never writes beside a checkpoint.
+    only_at_end = every == 0 or (num_steps is not None and every >= num_steps)
+    num_steps = num_steps or 1
+    return RunShape(
+        num_blocks=prepared.layout.num_blocks,
+        num_micro_batches=prepared.compute.num_micro_batches,
+        input_bytes=prepared.compute.input_bytes,
+        step_inputs_bytes=_mean_inputs_bytes(prepared),
+        gradients_on_ssd=prepared.memory.gradients == "ssd",
+        inputs_on_ssd=prepared.memory.input_slots > 0,
+        checkpoints_kept=0 if only_at_end and not resumed else training.save_total_limit,
+        export_bytes=_export_bytes(prepared),
+        num_steps=num_steps,
+        steps_per_epoch=rows.plan.steps_per_epoch if rows else None,
+        num_checkpoints=num_steps // every if every else 0,
+    )
+
+
+def _export_bytes(prepared: Prepared) -> int:
+    """Return the size of the tuned weights, or of the adapter in fp32."""
+    if prepared.config.method == "full":
+        return prepared.checkpoint.num_bytes
+    return sum(4 * spec.numel for part in prepared.layout.trained_parts for spec in part.tensors)
+
+
+def _mean_inputs_bytes(prepared: Prepared) -> int | None:
+    """Return the bytes of one block's inputs in a mean step: rows are shorter than the longest."""
+    rows = prepared.rows
+    if rows is None or not prepared.memory.input_slots:
+        return None
+    text = prepared.blocks.model.config.get_text_config()
+    token_bytes = text.hidden_size * prepared.dtype.itemsize
+    count = min(SAMPLED_STEPS, rows.total_steps)
+    total = 0
+    for index in range(count):
+        batches = rows.plan.step_batches(index * rows.total_steps // count)
+        total += sum(aligned_size(batch.input_ids.size * token_bytes) for batch in batches)
+    return total // count

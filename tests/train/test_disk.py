@@ -1,0 +1,185 @@
+"""What a run is said to write and to need is what it writes and takes; `plan` and the run say the same."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from ssdtune import plan
+from ssdtune.config.load import load_config
+from ssdtune.errors import CapacityError
+from ssdtune.report.metrics import read_metrics
+from ssdtune.report.progress import Progress
+from ssdtune.store import space
+from ssdtune.store.lock import STATES_NAME
+from ssdtune.train.disk import plan_disk
+from ssdtune.train.finetune import finetune
+from ssdtune.train.prepare import prepare
+from tests.equality.child import device_bytes
+from tests.toy import make_checkpoint, make_rows
+
+# Blocks of some 700 kB, beside which the pages of metrics.jsonl and the file system's own writes are small.
+SIZES = {"hidden_size": 120, "intermediate_size": 332, "num_hidden_layers": 4}
+
+
+class Watcher(Progress):
+    """Notes what is said, and what the kernel has written after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+        self.written: list[int] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def show_step(self, metrics) -> None:
+        self.written.append(device_bytes()["written"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("disk")
+    make_checkpoint(folder / "model", "llama", **SIZES)
+    make_rows(folder / "rows.jsonl", 21)
+    return folder
+
+
+def settings(folder: Path, output: Path, **changes):
+    return load_config(
+        None,
+        {
+            "model_name_or_path": str(folder / "model"), "train_file": str(folder / "rows.jsonl"),
+            "output_dir": str(output), "dtype": "fp32", "device": "cpu", "verify": False,
+            "host_cache": 0, "max_steps": 6, "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 2, "save_steps": 0,
+        } | changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "bf16"},
+        {"max_grad_norm": 0, "activations": "host"},
+        {"host_cache": None},
+        {"host_cache": 6_000_000},
+        {"method": "lora", "r": 64},
+        {"save_steps": 2, "save_total_limit": 2},
+    ],
+    ids=lambda changes: "-".join(f"{value}" for value in changes.values()) or "streamed",
+)
+def test_written_bytes_are_as_predicted(folder, tmp_path, changes):
+    if space.file_system_of(tmp_path).type in ("tmpfs", "overlay"):
+        pytest.skip("no drive under the folder of tests")
+    changes = {("lora_r" if key == "r" else key): value for key, value in changes.items()}
+    config = settings(folder, tmp_path / "out", **changes)
+    watcher = Watcher()
+    before = device_bytes()["written"]
+    finetune(config, progress=watcher)
+    whole = device_bytes()["written"] - before
+    figures = json.loads((tmp_path / "out" / "plan.json").read_text())["estimate"]
+
+    step = sum(figures["step_bytes_written"].values())
+    assert step == figures["wear"]["step_bytes"]
+    # Steps from the second on; the first also writes the weights that are trained.
+    measured = (watcher.written[-1] - watcher.written[0]) / (len(watcher.written) - 1)
+    if changes.get("save_steps"):
+        assert measured >= step * 0.95
+    else:
+        assert abs(measured - step) <= 0.1 * step + 16_384, (measured, step)
+    counted = read_metrics(tmp_path / "out" / "metrics.jsonl", "step")
+    for kind, num_bytes in figures["step_bytes_written"].items():
+        mean = sum(line["bytes_written"][kind] for line in counted[1:]) / (len(counted) - 1)
+        assert mean == pytest.approx(num_bytes, rel=0.1), kind
+    run_bytes = figures["wear"]["run_bytes"]
+    assert abs(whole - run_bytes) <= 0.1 * run_bytes + 400_000, (whole, run_bytes)
+
+    assert any(note.count("written per step") == 1 for note in watcher.notes)
+    said = plan(config)
+    assert said.estimate.to_dict() == figures
+    assert said.fits
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "bf16", "save_steps": 2, "save_total_limit": 3},
+        {"method": "lora", "save_steps": 6},
+        {"host_cache": None, "save_steps": 500},
+    ],
+    ids=["streamed", "checkpoints", "lora", "cached"],
+)
+def test_room_is_as_predicted(folder, tmp_path, changes):
+    config = settings(
+        folder, tmp_path / "out", swap_dirs=[str(tmp_path / "a b"), str(tmp_path / "ä")]
+    )
+    config = load_config(config, changes)
+    disk = plan_disk(prepare(config), tmp_path / "out")
+    assert (
+        disk.estimate.disk.swap_bytes == disk.layout.total_bytes == sum(disk.layout.directory_bytes)
+    )
+    sizes = []
+
+    class Looking(Watcher):
+        def show_step(self, metrics) -> None:
+            sizes.append([(path / STATES_NAME).stat().st_size for path in disk.directories])
+
+    finetune(config, progress=Looking())
+    assert sizes == [list(disk.layout.directory_bytes)] * 6
+
+
+def test_plan_and_run_refuse_the_same_with_the_same_words(folder, tmp_path, monkeypatch):
+    config = settings(folder, tmp_path / "out")
+    needed = sum(need.nbytes for need in plan_disk(prepare(config), tmp_path / "out").needs)
+    free = needed + space.MARGIN_BYTES
+    real = os.statvfs
+
+    class Full:
+        """The figures of a drive with `free` bytes left."""
+
+        f_frsize = 1
+
+        def __init__(self, path) -> None:
+            self._real = real(path)
+            self.f_bavail = free
+
+        def __getattr__(self, name):
+            return getattr(self._real, name)
+
+    monkeypatch.setattr(space.os, "statvfs", Full)
+    assert plan(config).fits
+    free -= 1
+    said = plan(config)
+    assert not said.fits
+    with pytest.raises(CapacityError) as caught:
+        finetune(config, progress=Progress())
+    assert str(caught.value) == "\n".join(said.problems)
+    assert "not enough space" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_warns_above_the_share_of_the_rated_life(folder, tmp_path, caplog):
+    def warned(**changes) -> list[str]:
+        config = settings(folder, tmp_path / "out", **changes)
+        said = plan(config)
+        text = said.text()
+        assert ("\nwarning: this run writes" in text) == (said.wear_warning is not None)
+        return [said.wear_warning] if said.wear_warning else []
+
+    assert warned() == []
+    assert "(assumed; set io.rated_terabytes_written)" in plan(settings(folder, tmp_path)).text()
+    # One step writes some 10 MB, so the run writes 6 % of a drive for 1 GB.
+    (text,) = warned(rated_terabytes_written=0.001)
+    assert "of the 1.00 GB that the drives are rated for" in text
+    assert warned(rated_terabytes_written=0.001, wear_warning=0.5) == []
+    config = settings(
+        folder, tmp_path / "out", rated_terabytes_written=0.001, max_steps=2, wear_warning=0
+    )
+    with caplog.at_level(logging.WARNING, "ssdtune"):
+        finetune(config, progress=Progress())
+    assert [record.message for record in caplog.records if "this run writes" in record.message]
