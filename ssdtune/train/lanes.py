@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -34,8 +34,18 @@ class _Run:
         self.done = [False] * len(schedule.operations)
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
+        self.beside = 0
+        """Lanes that run in other threads now."""
         self.begin = time.perf_counter()
         self.spans: list[Span] = []
+
+    def run_beside(self, operations: list[Operation]) -> None:
+        with self.changed:
+            self.beside += 1
+        self.run_lane(operations)
+        with self.changed:
+            self.beside -= 1
+            self.changed.notify_all()
 
     def run_lane(self, operations: list[Operation]) -> None:
         for operation in operations:
@@ -66,13 +76,34 @@ class _Run:
             self.failure = self.failure or error
             self.changed.notify_all()
 
+    def join(self) -> None:
+        """Wait until no lane works on any buffer, even if interrupted. A lane that begins later stops at once."""
+        while True:
+            try:
+                with self.changed:
+                    self.changed.wait_for(
+                        lambda: (
+                            not self.beside
+                            and (self.failure is not None or len(self.spans) == len(self.done))
+                        )
+                    )
+                return
+            except BaseException as error:
+                self.fail(error)
+
 
 class Lanes:
     """The threads that lanes run on; a context manager."""
 
     def __init__(self) -> None:
         self._others = [lane for lane in Lane if lane != Lane.COMPUTE]
-        self._threads = ThreadPoolExecutor(len(self._others), thread_name_prefix="ssdtune-lane")
+        count = len(self._others)
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="ssdtune-lane")
+        # All threads are started now: one that an interrupt hits while it starts would never be joined.
+        started = threading.Barrier(count + 1)
+        for _ in range(count):
+            self._threads.submit(started.wait)
+        started.wait()
 
     def run(self, schedule: Schedule, execute: Callable[[Operation], None]) -> list[Span]:
         """Run a schedule to its end and return when each operation ran.
@@ -81,13 +112,14 @@ class Lanes:
             BaseException: What the first operation to fail raised, once all lanes have stopped.
         """
         run = _Run(schedule, execute)
-        lanes = [schedule.lane(lane) for lane in self._others]
-        futures = [self._threads.submit(run.run_lane, lane) for lane in lanes if lane]
         try:
+            for lane in self._others:
+                if operations := schedule.lane(lane):
+                    self._threads.submit(run.run_beside, operations)
             run.run_lane(schedule.lane(Lane.COMPUTE))
-        except BaseException as error:  # an interrupt while waiting
+        except BaseException as error:  # an interrupt
             run.fail(error)
-        wait(futures)
+        run.join()
         if run.failure is not None:
             raise run.failure
         return run.spans
