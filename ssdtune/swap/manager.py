@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ssdtune.device.base import Device
+from ssdtune.device.base import Device, Event
 from ssdtune.io.backend import ALIGNMENT
 from ssdtune.io.buffers import Buffer, BufferPool, aligned_size
 from ssdtune.model.build import base_name
@@ -143,6 +143,7 @@ class SwapManager:
         self._gradients = self._make_gradient_slots()
         self._inputs = [self._buffer(input_bytes, "block inputs") for _ in range(plan.input_slots)]
         self._input_shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._input_uploads: dict[str, Event] = {}
 
     def _buffer(self, num_bytes: int, purpose: str) -> torch.Tensor:
         if num_bytes == 0:
@@ -302,6 +303,8 @@ class SwapManager:
                 self._read_original(part, states["weights"])
             elif self.store.version(part.name) is None:
                 self._first_values(part, states["weights"], states.get("low"))
+                states["exp_avg"].zero_()
+                states["exp_avg_sq"].zero_()
             else:
                 tickets = [self.store.read(part.name, n, as_bytes(s)) for n, s in states.items()]
                 for ticket in tickets:
@@ -384,6 +387,7 @@ class SwapManager:
         flat = hidden.reshape(-1)
         host = self._input(slot_name)[: flat.numel() * flat.element_size()].view(flat.dtype)
         self._input_shapes[slot_name] = (hidden.shape, hidden.dtype)
+        self._wait_for_upload(slot_name)
         self.device.download(flat, host).wait()
 
     def save_input(self, stage_name: str, micro_batch: int, slot_name: str) -> None:
@@ -396,6 +400,7 @@ class SwapManager:
         """Read a block input back into a slot. Blocks."""
         unit = input_unit(stage_name, micro_batch)
         self._input_shapes[slot_name] = self._input_shapes[unit]
+        self._wait_for_upload(slot_name)
         self.store.read(unit, "inputs", self._input_view(slot_name, unit)).wait()
 
     def take_input(self, slot_name: str) -> torch.Tensor:
@@ -406,7 +411,13 @@ class SwapManager:
             self._input(slot_name)[:num_bytes], self.device.allocate(num_bytes)
         )
         self.device.compute_waits(event)
+        self._input_uploads[slot_name] = event
         return there.view(dtype).view(shape)
+
+    def _wait_for_upload(self, slot_name: str) -> None:
+        """Wait until the slot's last block input has left it: compute waits for that on the device only."""
+        if event := self._input_uploads.pop(slot_name, None):
+            event.wait()
 
     def _input(self, slot_name: str) -> torch.Tensor:
         return self._inputs[int(slot_name.removeprefix("input."))]
