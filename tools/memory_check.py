@@ -343,14 +343,10 @@ def _cached_of(path: Path) -> int:
         if failed:
             return 0
         # only the lowest bit of each byte is defined
-        return sum(value * (byte & 1) for byte, value in _histogram(present.raw)) * mmap.PAGESIZE
+        flags = torch.frombuffer(present, dtype=torch.uint8)
+        return int(flags.bitwise_and_(1).count_nonzero()) * mmap.PAGESIZE
     finally:
         os.close(file)
-
-
-def _histogram(data: bytes) -> list[tuple[int, int]]:
-    counts = torch.bincount(torch.frombuffer(bytearray(data), dtype=torch.uint8), minlength=256)
-    return [(byte, count) for byte, count in enumerate(counts.tolist()) if count]
 
 
 def drop_cache(folder: Path) -> None:
