@@ -16,6 +16,8 @@ from ssdtune.units import MIB, format_memory
 SOURCE_SCRATCH_BYTES = 32 * MIB
 CHUNK_SETS = 3
 """Chunks of the optimizer in flight: one read, one computed, one written."""
+CHUNK_ELEMENT_BYTES = 16
+"""Bytes of one element in a chunk: master weight and gradient 4 each, moments 8."""
 RESERVE_BYTES = 192 * MIB
 """Kernels that torch loads at their first use, small allocations, threads, allocator slack: 171 MiB measured at 134M."""
 
@@ -127,7 +129,7 @@ def plan_memory(
         "process": base_bytes,
         "reserve": RESERVE_BYTES,
         "reading": SOURCE_SCRATCH_BYTES,
-        "optimizer chunks": CHUNK_SETS * largest_chunk * 20,
+        "optimizer chunks": CHUNK_SETS * largest_chunk * CHUNK_ELEMENT_BYTES,
         "compute": max(compute.block_bytes, compute.head_bytes)
         + compute.num_micro_batches * (compute.entry_bytes + 2 * compute.input_bytes),
     }

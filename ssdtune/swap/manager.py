@@ -18,6 +18,7 @@ import torch
 from ssdtune.device.base import Device, Event
 from ssdtune.io.backend import ALIGNMENT
 from ssdtune.io.buffers import Buffer, BufferPool, aligned_size
+from ssdtune.io.tickets import Tickets
 from ssdtune.model.build import base_name
 from ssdtune.model.layout import ModelLayout, Part, Stage, TensorSpec
 from ssdtune.model.source import WeightSource
@@ -196,22 +197,21 @@ class SwapManager:
 
     def load(self, stage_name: str, slot_name: str) -> None:
         """Bring a stage's weights into host memory: streamed parts into the slot. Blocks."""
-        slot, offset, tickets = self._weights[slot_name], 0, []
+        slot, offset = self._weights[slot_name], 0
         slot.stage = stage_name
-        for part in self.layout.stages[stage_name].parts:
-            if not self._streams(part):
-                self.resident(part)
-                continue
-            piece = slot.host[offset : offset + part.weight_bytes]
-            offset += part.weight_bytes
-            if not part.trained:
-                self._read_original(part, piece.view(part.dtype))
-            elif self.store.version(part.name) is None:
-                self._import(part, piece.view(part.dtype))
-            else:
-                tickets.append(self.store.read(part.name, "weights", memoryview(piece.numpy())))
-        for ticket in tickets:
-            ticket.wait()
+        with Tickets() as tickets:
+            for part in self.layout.stages[stage_name].parts:
+                if not self._streams(part):
+                    self.resident(part)
+                    continue
+                piece = slot.host[offset : offset + part.weight_bytes]
+                offset += part.weight_bytes
+                if not part.trained:
+                    self._read_original(part, piece.view(part.dtype))
+                elif self.store.version(part.name) is None:
+                    self._import(part, piece.view(part.dtype))
+                else:
+                    tickets.add(self.store.read(part.name, "weights", as_bytes(piece)))
 
     def load_bytes(self, stage: Stage) -> int:
         """Return the bytes that loading a stage reads."""
@@ -282,12 +282,11 @@ class SwapManager:
                 : part.numel
             ]
         self._first_values(part, weights, low)
-        tickets = [self.store.write(part.name, "weights", as_bytes(weights))]
-        if low is not None:
-            tickets.append(self.store.write(part.name, "low", as_bytes(low)))
-        for ticket in tickets:
-            ticket.wait()
-        self.store.commit(part.name, states=("weights",) if low is None else ("weights", "low"))
+        states = {"weights": weights} if low is None else {"weights": weights, "low": low}
+        with Tickets() as tickets:
+            for name, state in states.items():
+                tickets.add(self.store.write(part.name, name, as_bytes(state)))
+        self.store.commit(part.name, states=tuple(states))
 
     def resident(self, part: Part) -> ResidentPart:
         """Return a part that stays in memory; the first call fills it."""
@@ -306,9 +305,9 @@ class SwapManager:
                 states["exp_avg"].zero_()
                 states["exp_avg_sq"].zero_()
             else:
-                tickets = [self.store.read(part.name, n, as_bytes(s)) for n, s in states.items()]
-                for ticket in tickets:
-                    ticket.wait()
+                with Tickets() as tickets:
+                    for name, state in states.items():
+                        tickets.add(self.store.read(part.name, name, as_bytes(state)))
             self._resident[part.name] = ResidentPart(states)
         return self._resident[part.name]
 
@@ -320,10 +319,9 @@ class SwapManager:
         """Write the trained resident parts to the store, so that it holds the whole state."""
         for part in self.layout.trained_parts:
             if part.name in self._resident:
-                states = self._resident[part.name].states
-                tickets = [self.store.write(part.name, n, as_bytes(s)) for n, s in states.items()]
-                for ticket in tickets:
-                    ticket.wait()
+                with Tickets() as tickets:
+                    for name, state in self._resident[part.name].states.items():
+                        tickets.add(self.store.write(part.name, name, as_bytes(state)))
                 self.store.commit(part.name)
 
     def read_tensor(self, part: Part, spec: TensorSpec, *, high_only: bool = False) -> torch.Tensor:
@@ -372,13 +370,11 @@ class SwapManager:
 
     def save_gradient(self, stage_name: str, slot_name: str) -> None:
         """Write a stage's complete gradient to SSD. Blocks."""
-        tickets = [
-            self.store.write(part.name, "gradient", as_bytes(self.gradient(part, slot_name)[0]))
-            for part in self.layout.stages[stage_name].parts
-            if part.trained
-        ]
-        for ticket in tickets:
-            ticket.wait()
+        with Tickets() as tickets:
+            for part in self.layout.stages[stage_name].parts:
+                if part.trained:
+                    gradient, _ = self.gradient(part, slot_name)
+                    tickets.add(self.store.write(part.name, "gradient", as_bytes(gradient)))
 
     # Block inputs that go to SSD and back
 

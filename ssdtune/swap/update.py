@@ -16,9 +16,10 @@ import torch
 from ssdtune.errors import SsdtuneError
 from ssdtune.io.backend import Ticket
 from ssdtune.io.buffers import BufferPool
+from ssdtune.io.tickets import Tickets
 from ssdtune.model.layout import Part
 from ssdtune.optim.adamw import adamw_
-from ssdtune.plan.residency import CHUNK_SETS
+from ssdtune.plan.residency import CHUNK_ELEMENT_BYTES, CHUNK_SETS
 from ssdtune.swap.manager import SwapManager, as_bytes, state_dtypes
 
 
@@ -71,7 +72,9 @@ class OutOfCoreAdam:
         streamed = [part.numel for part in parts if not swap.is_resident(part)]
         numel = min(self._chunk, max(streamed, default=0))
         self._sets = [
-            torch.frombuffer(pool.take(20 * numel, "optimizer chunks").view, dtype=torch.uint8)
+            torch.frombuffer(
+                pool.take(CHUNK_ELEMENT_BYTES * numel, "optimizer chunks").view, dtype=torch.uint8
+            )
             for _ in range(CHUNK_SETS if numel else 0)
         ]
 
@@ -149,11 +152,12 @@ class OutOfCoreAdam:
                     view.zero_()
                     continue
                 offset = start * view.element_size()
-                tickets.append(store.read(part.name, name, as_bytes(view), offset=offset))
+                ticket = store.read(part.name, name, as_bytes(view), offset=offset)
+                tickets.append(started.add(ticket))
             return tickets
 
-        pending = read(0)
-        try:
+        with Tickets() as started:
+            pending = read(0)
             for index, (start, stop) in enumerate(chunks):
                 ahead = read(index + 1) if index + 1 < len(chunks) else []
                 for ticket in pending:
@@ -164,12 +168,11 @@ class OutOfCoreAdam:
                 if gradient is not None:
                     piece = gradient[start:stop]
                 self._compute(segments, states, piece, start, stop, lr, scale)
-                writes[index % len(self._sets)] = [
-                    store.write(part.name, name, as_bytes(view), offset=start * view.element_size())
-                    for name, view in states.items()
-                ]
-        finally:
-            _wait_all([*pending, *(ticket for tickets in writes for ticket in tickets)])
+                writes[index % len(self._sets)] = written = []
+                for name, view in states.items():
+                    offset = start * view.element_size()
+                    ticket = store.write(part.name, name, as_bytes(view), offset=offset)
+                    written.append(started.add(ticket))
         store.commit(part.name)
 
     def _compute(
@@ -200,15 +203,3 @@ def _within(segments: list[_Segment], start: int, stop: int) -> Iterator[tuple[_
         low, high = max(segment.start, start), min(segment.stop, stop)
         if low < high:
             yield segment, low, high
-
-
-def _wait_all(tickets: list[Ticket]) -> None:
-    """Wait for every ticket, then raise the first error, so that no transfer is left on a buffer."""
-    errors = []
-    for ticket in tickets:
-        try:
-            ticket.wait()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
