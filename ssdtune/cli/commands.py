@@ -36,7 +36,7 @@ def finetune(args: argparse.Namespace) -> int:
     require(config)
     from ssdtune.train.finetune import finetune as run
 
-    result = run(config, json_output=args.json)
+    result = run(config, quiet=args.quiet, verbose=args.verbose)
     if args.json:
         print_json(result.to_dict())
     else:

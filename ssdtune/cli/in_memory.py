@@ -7,12 +7,16 @@ larger ones use any inference program. Fine-tuning itself is in `ssdtune.train.f
 from __future__ import annotations
 
 import dataclasses
+import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ssdtune.config.schema import Config
-from ssdtune.errors import ConfigError
+from ssdtune.errors import ConfigError, FormatError, SsdtuneError
+from ssdtune.model.checkpoint import HfCheckpoint
+from ssdtune.model.headers import read_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,37 @@ class EvalResult:
         )
 
 
+def check_folder(folder: str) -> HfCheckpoint:
+    """Look at a model's or adapter's files, from their headers alone, and return the (base) model's.
+
+    Raises:
+        ConfigError: There is no such model, or it is a training checkpoint.
+        FormatError: A file is damaged.
+    """
+    path = Path(folder).expanduser()
+    if (path / "trainer_state.json").is_file():
+        raise ConfigError(
+            f"{path} is a checkpoint of a run: it names the run's states and holds no weights. Write them to a "
+            f"folder first: ssdtune export {shlex.quote(str(path))} OUT"
+        )
+    settings = path / "adapter_config.json"
+    if not settings.is_file():
+        return HfCheckpoint.open(folder)
+    try:
+        base = json.loads(settings.read_bytes()).get("base_model_name_or_path") or ""
+    except (OSError, ValueError, AttributeError) as error:
+        raise FormatError(f"{settings} cannot be read: {error}. Copy the adapter again.") from error
+    weights = path / "adapter_model.safetensors"
+    if weights.is_file():
+        read_header(weights)
+    try:
+        return HfCheckpoint.open(base)
+    except SsdtuneError as error:
+        raise type(error)(
+            f"the adapter {path} needs its base model, base_model_name_or_path in {settings.name}: {error}"
+        ) from error
+
+
 def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
     """Load a checkpoint or an adapter folder with transformers or peft; never downloads.
 
@@ -49,6 +84,7 @@ def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
     import torch
     import transformers
 
+    check_folder(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
         dtype = "bf16" if device == "cuda" else "fp32"
@@ -79,14 +115,18 @@ def mean_loss(folder: str, config: Config) -> EvalResult:
 
     from ssdtune.data.batches import Padding, eval_batches
     from ssdtune.data.dataset import load_rows
+    from ssdtune.data.tokenize import load_tokenizer
 
-    tokenizer = _tokenizer_if_any(folder, config)
+    settings = check_folder(folder).config
+    tokenizer = load_tokenizer(
+        folder, trust_remote_code=config.model.trust_remote_code, missing_ok=True
+    )
+    file = config.data.eval_file or ""
+    vocabulary = settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
+    rows = load_rows(file, tokenizer, config.data, vocab_size=vocabulary)
     model = load_model(
         folder, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
     )
-    file = config.data.eval_file or ""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    rows = load_rows(file, tokenizer, config.data, vocab_size=vocabulary)
     size = config.training.per_device_eval_batch_size or config.training.per_device_train_batch_size
     total, count = 0.0, 0
     with torch.inference_mode():
@@ -107,15 +147,6 @@ def mean_loss(folder: str, config: Config) -> EvalResult:
     return EvalResult(folder, file, len(rows), count, total / max(count, 1))
 
 
-def _tokenizer_if_any(folder: str, config: Config) -> Any:
-    """Load the tokenizer; without one, rows must be tokenized already, and `load_rows` says so."""
-    from ssdtune.data.tokenize import load_tokenizer
-
-    if Path(folder).is_dir() and not any(Path(folder).glob("*token*")):
-        return None
-    return load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
-
-
 def continue_text(folder: str, prompt: str, max_new_tokens: int, *, chat: bool = False) -> str:
     """Return what the model writes after a prompt, choosing the likeliest token each time.
 
@@ -129,6 +160,7 @@ def continue_text(folder: str, prompt: str, max_new_tokens: int, *, chat: bool =
 
     from ssdtune.data.tokenize import load_tokenizer
 
+    check_folder(folder)
     tokenizer = load_tokenizer(folder)
     if chat:
         if not tokenizer.chat_template:

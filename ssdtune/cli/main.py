@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 from ssdtune.cli import arguments
@@ -30,10 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as leave:  # --help, --version and wrong usage
         return leave.code if isinstance(leave.code, int) else 2
     show_on_stderr(1 if args.verbose else -1 if args.quiet else 0)
+    if not args.verbose:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
     try:
         from ssdtune.cli.commands import COMMANDS
 
-        code = COMMANDS[args.command](args)
+        with warnings.catch_warnings():
+            if not args.verbose and not sys.warnoptions:
+                # What other packages tell their developers is nothing that a user could act on.
+                warnings.simplefilter("ignore")
+            code = COMMANDS[args.command](args)
         sys.stdout.flush()
         return code
     except SsdtuneError as error:

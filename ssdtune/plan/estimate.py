@@ -154,4 +154,4 @@ def estimate(
 
 
 def _percent(share: float) -> str:
-    return f"{share * 100:.3g} %"
+    return f"{share * 100:.3g} %" if share >= 1e-4 or share == 0 else "under 0.01 %"

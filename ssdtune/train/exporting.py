@@ -69,7 +69,7 @@ def write_result(
         checkpoint: The original model's files.
         built, blocks: The model of the run.
         read: Called once for each tensor.
-        base_model_name_or_path: How the adapter names its base.
+        base_model_name_or_path: How an adapter names its base; a folder gets its absolute path.
 
     Raises:
         SsdtuneError: See `export_weights` and `export_adapter`.
@@ -92,6 +92,7 @@ def write_result(
             max_shard_bytes=max_shard_bytes,
         )
         return
+    base = Path(base_model_name_or_path).expanduser()
     with blocks.whole():
         export_adapter(
             output_dir,
@@ -100,7 +101,9 @@ def write_result(
                 f"base_model.model.{name}": read(part, spec, False)
                 for name, (part, spec) in places.items()
             },
-            base_model_name_or_path=base_model_name_or_path,
+            base_model_name_or_path=str(
+                base.absolute() if base.is_dir() else base_model_name_or_path
+            ),
             checkpoint=checkpoint,
         )
 
@@ -323,9 +326,6 @@ def _open_model(name: str, run_dir: Path) -> HfCheckpoint:
 def _base_of(adapter: Path) -> HfCheckpoint:
     """Open the base model that an adapter's settings name."""
     name = read_adapter_config(adapter).base_model_name_or_path or ""
-    settings = adapter / "config.yaml"
-    if not Path(name).expanduser().is_dir() and settings.is_file():
-        name = load_config(settings).model.model_name_or_path  # absolute, as the run found it
     if not name:
         raise ConfigError(
             f"{adapter / CONFIG} names no base model. Write its folder there as base_model_name_or_path."

@@ -8,8 +8,9 @@ import json
 import logging
 import os
 import shutil
+import statistics
 import uuid
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from ssdtune.train.disk import DiskPlan, plan_disk
 from ssdtune.train.engine import Engine, make_step_shape
 from ssdtune.train.exporting import write_result
 from ssdtune.train.lanes import Lanes
+from ssdtune.train.output import hold_output
 from ssdtune.train.prepare import Prepared, prepare, summary_lines
 from ssdtune.train.signals import StopSignals
 from ssdtune.train.trainer import History, Trainer
@@ -87,7 +89,7 @@ class Result:
         """Return a summary for people."""
         lines = [f"tuned weights: {self.output_dir}"]
         if self.losses:
-            median = sorted(self.step_seconds)[len(self.step_seconds) // 2]
+            median = statistics.median(self.step_seconds)
             lines.append(
                 f"{len(self.losses)} steps, {format_time(median)} each; loss {self.losses[0]:.4f} to "
                 f"{self.losses[-1]:.4f}"
@@ -103,13 +105,18 @@ class Result:
 
 
 def finetune(
-    config: Config, *, progress: Progress | None = None, json_output: bool = False
+    config: Config,
+    *,
+    progress: Progress | None = None,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> Result:
     """Fine-tune a model and write the tuned weights, or the adapter, to `output_dir`.
 
     Args:
         progress: Where the run is shown; by default a display on stderr that suits it.
-        json_output: The caller prints JSON; changes nothing here, since progress goes to stderr.
+        quiet: Without `progress`, show nothing of the run (warnings still go to the loggers).
+        verbose: Without `progress`, plain lines and no live bar, which debug lines would tear apart.
 
     Raises:
         ConfigError: Bad settings or input, before anything is written.
@@ -125,7 +132,12 @@ def finetune(
     disk = plan_disk(prepared, output_dir, resumed=resumed is not None)
     disk.check_space()
     if progress is None:
-        progress = choose_progress(logging_steps=config.training.logging_steps, environ=os.environ)
+        progress = choose_progress(
+            quiet=quiet,
+            verbose=verbose,
+            logging_steps=config.training.logging_steps,
+            environ=os.environ,
+        )
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
         stack.enter_context(progress)
@@ -223,14 +235,7 @@ class _Run:
         )
         with ExitStack() as stack:
             stack.callback(backend.close)
-            if not self.output_dir.exists():
-                stack.callback(self._remove_if_empty)
-            try:
-                self.output_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"output_dir {self.output_dir} cannot be made: {error.strerror}"
-                ) from error
+            stack.enter_context(hold_output(self.output_dir))
             store = self._open_store(backend)
             stack.callback(self._close_store, store)
             (self.output_dir / "config.yaml").write_text(
@@ -302,12 +307,6 @@ class _Run:
         store.close(delete_files=not keep)
         if not keep and not self.config.io.swap_dirs:
             shutil.rmtree(self.output_dir / "swap", ignore_errors=True)
-
-    def _remove_if_empty(self) -> None:
-        """Remove the output folder if the run failed before anything was written to it."""
-        for folder in (self.output_dir / "swap", self.output_dir):
-            with suppress(OSError):
-                folder.rmdir()
 
     def _load_buffers(self, source: WeightSource) -> None:
         buffers = self.prepared.blocks.persistent_buffers()
