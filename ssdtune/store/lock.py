@@ -228,7 +228,8 @@ class DirectoryLock:
         self.states_path.unlink(missing_ok=True)
         self.owner_path.unlink(missing_ok=True)
         self._created = True
-        fsync_dir(self.directory)
+        if self.directory.exists():  # or somebody removed all of it
+            fsync_dir(self.directory)
 
     def release(self, *, refused: bool = False) -> None:
         """Let the directory go; may be called twice.

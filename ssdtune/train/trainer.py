@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from ssdtune.config.schema import Config
 from ssdtune.data.batches import Batch, BatchPlan
-from ssdtune.errors import Interrupted
+from ssdtune.errors import Interrupted, StorageError
 from ssdtune.model.source import WeightSource
 from ssdtune.optim.schedule import learning_rate, warmup_count
 from ssdtune.plan.schedule import Lane
@@ -129,7 +130,7 @@ class Trainer:
             self._warmup,
         )
         before, begin = self.bytes_moved(), time.perf_counter()
-        self._store.check_files()
+        self._check_folders()
         result = self._engine.train_step(batches, step, rate)
         seconds = time.perf_counter() - begin
         after = self.bytes_moved()
@@ -155,6 +156,18 @@ class Trainer:
         }
         self._metrics.write("step", step + 1, values)
         self._progress.step({"step": step + 1, **values})
+
+    def _check_folders(self) -> None:
+        """Notice what was deleted or moved while the run uses it, before another step is lost."""
+        self._store.check_files()
+        if not self._metrics.path.exists():
+            raise StorageError(
+                "open",
+                self._metrics.path,
+                errno=errno.ENOENT,
+                hint="The output folder was deleted or moved while the run used it. Put it back and go on "
+                "with --resume-from-checkpoint last, or start again.",
+            )
 
     def bytes_moved(self) -> Bytes:
         """Return the bytes moved so far, by kind."""
