@@ -352,12 +352,13 @@ def test_no_wait_can_be_left_out(edge: tuple[Kind, Kind]) -> None:
     """The checks see it when one kind of wait is missing: this tests the checks, and that no wait is idle."""
     for shape in SHAPES:
         schedule = generate_training_step(shape)
-        if races(_without(schedule, edge), shape):
+        if races(without_edge(schedule, edge), shape):
             return
     pytest.fail("not noticed")
 
 
-def _without(schedule: Schedule, edge: tuple[Kind, Kind]) -> Schedule:
+def without_edge(schedule: Schedule, edge: tuple[Kind, Kind]) -> Schedule:
+    """Return the schedule without one kind of wait."""
     operations = []
     for op in schedule.operations:
         after = tuple(o for o in op.after if (schedule.operations[o].kind, op.kind) != edge)

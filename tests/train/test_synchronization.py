@@ -1,14 +1,28 @@
-"""Whole trainings on a device, drives and lanes that are as late as they may be, bit for bit as on the CPU."""
+"""Whole trainings on a device, drives and lanes that are as late as they may be, bit for bit as on the CPU.
+
+The second half tests the first: with any wait left out, by the schedule (`EDGES` of the generator's tests) or in
+the code (`WAITS`), a training must fail or give other numbers. All of them are noticed.
+"""
 
 from __future__ import annotations
 
+import inspect
+import sys
+import textwrap
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ssdtune.plan.generate import StepShape, generate_training_step
+from ssdtune.plan.schedule import Kind, Lane, Schedule
+from ssdtune.swap.manager import SwapManager
+from ssdtune.swap.update import OutOfCoreAdam
+from ssdtune.train.engine import Engine
 from tests.adversarial import ORDERS, use
 from tests.equality.harness import Streamed, assert_same_bits, stream
+from tests.plan.test_generate import EDGES, races, without_edge
 from tests.toy import make_checkpoint, make_rows
 
 WINDOW: dict[str, Any] = {
@@ -23,51 +37,235 @@ WINDOW: dict[str, Any] = {
 """Three micro-batches use two input slots again and again; many chunks an optimizer step."""
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "full, all on ssd": ("untied", {}),
-    "full, all on ssd, overlapped": ("untied", {"max_grad_norm": 0.0}),
-    "full, tied, some in memory": ("tied", {"host_cache": 40_000, "activations": "ssd"}),
-    "full, all in memory": ("tied", {"host_cache": "1GiB", "prefetch_depth": 0}),
-    "lora, all on ssd": ("untied", {"method": "lora", "lora_dropout": 0.1}),
-    "lora, in memory, overlapped": (
+    "all on ssd": ("untied", {}),
+    "two blocks": ("short", {}),
+    "two blocks, overlapped": ("short", {"max_grad_norm": 0.0}),
+    "some in memory": ("tied", {"host_cache": 40_000, "activations": "ssd"}),
+    "all in memory": (
+        "tied",
+        {"host_cache": "1GiB", "prefetch_depth": 0, "save_steps": 1, "save_total_limit": 2},
+    ),
+    "lora": ("untied", {"method": "lora", "lora_dropout": 0.1, "prefetch_depth": 3}),
+    "lora, overlapped": (
         "untied",
         {"method": "lora", "host_cache": "1GiB", "max_grad_norm": 0.0},
     ),
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     make_checkpoint(folder / "untied", "llama", tied=False, dtype="bfloat16")
+    make_checkpoint(folder / "short", "qwen2", tied=False, num_hidden_layers=2)
     make_checkpoint(folder / "tied", "gemma3_text", tied=True)
     make_rows(folder / "rows.jsonl", 6)
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def wanted(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Streamed]:
     """What each case gives on the CPU device with real lanes."""
     folder = tmp_path_factory.mktemp("wanted")
     return {name: _train(models, folder / str(i), name) for i, name in enumerate(CASES)}
 
 
-def _train(models: Path, output_dir: Path, case: str) -> Streamed:
+@pytest.fixture(scope="module")
+def shapes(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, StepShape]:
+    """The shape of a step in each case."""
+    found: dict[str, StepShape] = {}
+    folder = tmp_path_factory.mktemp("shapes")
+
+    def generate(shape: StepShape) -> Schedule:
+        found[name] = shape
+        raise _ShapeFound
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ssdtune.train.engine.generate_training_step", generate)
+        for number, name in enumerate(CASES):
+            with pytest.raises(_ShapeFound):
+                _train(models, folder / str(number), name)
+    return found
+
+
+class _ShapeFound(Exception):
+    pass
+
+
+def _train(models: Path, output_dir: Path, case: str, **more: Any) -> Streamed:
     model, settings = CASES[case]
-    return stream(models / model, models / "rows.jsonl", output_dir, WINDOW | settings)
+    return stream(models / model, models / "rows.jsonl", output_dir, WINDOW | settings | more)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("case", CASES)
+def _assert_late_is_soon_enough(
+    models: Path, wanted: dict[str, Streamed], output_dir: Path, case: str, order: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        device = use(patch, ORDERS[order])
+        assert_same_bits(_train(models, output_dir, case), wanted[case])
+    assert device.violations == []
+    assert device.num_copies > 10
+
+
+PAIRS = [
+    (case, order)
+    for number, order in enumerate(ORDERS)
+    for case in [list(CASES)[number % len(CASES)]]
+]
+"""Every order in one case, every case in one or two orders."""
+ALL_PAIRS = [(case, order) for case in CASES for order in ORDERS if (case, order) not in PAIRS]
+
+
+@pytest.mark.parametrize(
+    "case, order", PAIRS + [pytest.param(*pair, marks=pytest.mark.slow) for pair in ALL_PAIRS]
+)
 def test_late_is_soon_enough(
+    models: Path, wanted: dict[str, Streamed], tmp_path: Path, case: str, order: str
+) -> None:
+    _assert_late_is_soon_enough(models, wanted, tmp_path / "out", case, order)
+
+
+def test_resumed_late(
+    models: Path, wanted: dict[str, Streamed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _assert_resumes(models, wanted, tmp_path / "out", monkeypatch)
+
+
+def _assert_resumes(
+    models: Path,
+    wanted: dict[str, Streamed],
+    output_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Resident parts are read back from a checkpoint."""
+    use(monkeypatch, ORDERS["compute last"])
+    _train(models, output_dir, "all in memory")
+    resumed = {"resume_from_checkpoint": str(output_dir / "checkpoint-1")}
+    assert_same_bits(
+        _train(models, output_dir, "all in memory", **resumed), wanted["all in memory"]
+    )
+
+
+# Leaving waits out
+
+WAITS: dict[str, tuple[type, str, str, str]] = {
+    "weights are read": (
+        SwapManager, "load",
+        'tickets.add(self.store.read(part.name, "weights", as_bytes(piece)))',
+        'self.store.read(part.name, "weights", as_bytes(piece))',
+    ),
+    "weights are uploaded": (SwapManager, "upload", "event.wait()", "pass"),
+    "imported weights are written": (
+        SwapManager, "_import",
+        "tickets.add(self.store.write(part.name, name, as_bytes(state)))",
+        "self.store.write(part.name, name, as_bytes(state))",
+    ),
+    "resident states are written": (
+        SwapManager, "flush",
+        "tickets.add(self.store.write(part.name, name, as_bytes(state)))",
+        "self.store.write(part.name, name, as_bytes(state))",
+    ),
+    "resident states are read": (
+        SwapManager, "resident",
+        "tickets.add(self.store.read(part.name, name, as_bytes(state)))",
+        "self.store.read(part.name, name, as_bytes(state))",
+    ),
+    "gradients are written": (
+        SwapManager, "save_gradient",
+        'tickets.add(self.store.write(part.name, "gradient", as_bytes(gradient)))',
+        'self.store.write(part.name, "gradient", as_bytes(gradient))',
+    ),
+    "gradients are downloaded": (
+        Engine, "_collect",
+        "self.device.download(on_device, host).wait()", "self.device.download(on_device, host)",
+    ),
+    "inputs are downloaded": (
+        SwapManager, "stage_input",
+        "self.device.download(flat, host).wait()", "self.device.download(flat, host)",
+    ),
+    "inputs are written": (
+        SwapManager, "save_input",
+        "self._input_view(slot_name, unit)).wait()", "self._input_view(slot_name, unit))",
+    ),
+    "inputs are read": (
+        SwapManager, "load_input",
+        "self._input_view(slot_name, unit)).wait()", "self._input_view(slot_name, unit))",
+    ),
+    "inputs are uploaded before compute": (
+        SwapManager, "take_input", "self.device.compute_waits(event)", "pass",
+    ),
+    "inputs have left the slot": (
+        SwapManager, "load_input", "self._wait_for_upload(slot_name)", "pass",
+    ),
+    "states are read": (
+        OutOfCoreAdam, "_stream",
+        "for ticket in pending:\n                ticket.wait()", "pass",
+    ),
+    "states are written before their chunk is used again": (
+        OutOfCoreAdam, "_stream",
+        "for ticket in writes[index % len(self._sets)]:\n            ticket.wait()", "pass",
+    ),
+    "states are written": (
+        OutOfCoreAdam, "_stream", "written.append(started.add(ticket))", "written.append(ticket)",
+    ),
+}  # fmt: skip
+"""Waits in the code: what is waited for; where, and the code without the wait.
+
+The wait in `stage_input` for the last upload of a slot isn't here: on any device it is over by then, as downloads
+come after compute.
+"""
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_left_out_in_the_code_is_noticed(
     models: Path,
     wanted: dict[str, Streamed],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    case: str,
-    order: str,
+    wait: str,
 ) -> None:
-    device = use(monkeypatch, ORDERS[order])
-    got = _train(models, tmp_path / "out", case)
-    assert_same_bits(got, wanted[case])
-    assert device.violations == []
-    assert device.num_copies > 10
+    owner, method, code, without = WAITS[wait]
+    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
+    assert source.count(code) == 1, f"{owner.__name__}.{method} has changed; bring WAITS up to date"
+    functions: dict[str, Any] = {}
+    changed = "from __future__ import annotations\n" + source.replace(code, without)
+    exec(changed, vars(sys.modules[owner.__module__]), functions)
+    monkeypatch.setattr(owner, method, functions[method])
+    with pytest.raises(Exception) as noticed:
+        if wait.startswith("resident"):
+            _assert_resumes(models, wanted, tmp_path / "out", monkeypatch)
+        else:
+            _assert_late_is_soon_enough(
+                models, wanted, tmp_path / "out", "all on ssd", "ssd-read first"
+            )
+    assert not isinstance(noticed.value, (NameError, TypeError, AttributeError, SyntaxError))
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: f"{edge[1]}-waits-for-{edge[0]}")
+def test_a_wait_left_out_in_the_schedule_is_noticed(
+    models: Path,
+    wanted: dict[str, Streamed],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shapes: dict[str, StepShape],
+    edge: tuple[Kind, Kind],
+) -> None:
+    def generate(shape: StepShape) -> Schedule:
+        return without_edge(generate_training_step(shape), edge)
+
+    racing = [case for case, shape in shapes.items() if races(generate(shape), shape)]
+    monkeypatch.setattr("ssdtune.train.engine.generate_training_step", generate)
+    # whoever should wait hurries, or what should be waited for is late
+    orders = (f"{_lane_of(edge[1])} first", f"{_lane_of(edge[0])} last")
+    for number, (case, order) in enumerate(product(racing, orders)):
+        try:
+            _assert_late_is_soon_enough(models, wanted, tmp_path / str(number), case, order)
+        except Exception as error:
+            assert not isinstance(error, (NameError, TypeError, AttributeError, SyntaxError))
+            return
+    pytest.fail("not noticed")
+
+
+def _lane_of(kind: Kind) -> Lane:
+    shape = StepShape(2, 2, True, frozenset({"block.0"}), input_slots=1, gradients="ssd")
+    return next(op.lane for op in generate_training_step(shape).operations if op.kind == kind)
