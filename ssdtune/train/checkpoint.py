@@ -82,7 +82,12 @@ def read_state(folder: Path) -> TrainerState:
         raise FormatError(
             f"{folder} was written by another version of ssdtune; use that one to go on."
         )
-    return TrainerState(**data)
+    try:
+        return TrainerState(**data)
+    except TypeError as error:
+        raise FormatError(
+            f"{folder / 'trainer_state.json'} is damaged: {error}. Resume from an intact checkpoint."
+        ) from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -92,7 +97,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError("not an object")
+        return data
     except (OSError, ValueError) as error:
         raise FormatError(
             f"{path} cannot be read: {error}. Resume from an intact checkpoint."
