@@ -100,6 +100,11 @@ def build_model(
                 **{key: value for key, value in options.items() if value is not None},
             )  # fmt: skip
     except (ValueError, KeyError, ImportError) as error:
+        if "auto_map" in checkpoint.config and not trust_remote_code:
+            raise UnsupportedModelError(
+                f"{path}: the model brings its own Python code, which is not run unasked. Read it, and set "
+                "trust_remote_code: true if you trust it."
+            ) from error
         raise UnsupportedModelError(
             f"{path}: transformers cannot build this as a causal language model: {_first_line(error)}"
         ) from error
