@@ -104,7 +104,7 @@ def _reserve_all(locks: Sequence[DirectoryLock], layout: StoreLayout) -> None:
 
 def _check_sizes(locks: Sequence[DirectoryLock], layout: StoreLayout) -> None:
     """Find files that were cut short since the checkpoint was made."""
-    for lock, size in zip(locks, layout.directory_bytes, strict=True):
+    for lock, size in zip(locks, layout.versioned_directory_bytes, strict=True):
         found = lock.states_path.stat().st_size
         if found < size:
             raise FormatError(

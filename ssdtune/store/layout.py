@@ -1,9 +1,10 @@
 """Where every byte of every unit lies: fixed places, computed once from names and sizes.
 
-All states form one linear range of bytes: first the states without versions, then `copies` equal regions
-that each hold the versioned states of all units. The range is dealt over the directories in stripe units,
-in proportion to their bandwidth, so that a chunk of a large state uses all drives at once. There is no
-allocator and no fragmentation, and more copies only make the files longer.
+All states form one linear range of bytes: first `copies` equal regions that each hold the versioned states of
+all units, then the states without versions. The range is dealt over the directories in stripe units, in
+proportion to their bandwidth, so that a chunk of a large state uses all drives at once. There is no allocator
+and no fragmentation. What checkpoints need stays in its place when there are more copies, or other states
+without versions, which hold nothing between two runs: both only change the length of the files.
 
 This module does no I/O. Read `ssdtune.store.versions` next, then `ssdtune.store.store`.
 """
@@ -141,7 +142,7 @@ class StoreLayout:
         )
 
     def with_copies(self, copies: int) -> StoreLayout:
-        """Return the same layout with another number of copies; places of common copies stay."""
+        """Return the same layout with another number of copies; versioned places in common stay."""
         return replace(self, copies=copies)
 
     @property
@@ -153,6 +154,11 @@ class StoreLayout:
     def total_bytes(self) -> int:
         """Bytes of all files together."""
         return self.single_bytes + self.copies * self.copy_bytes
+
+    @property
+    def versioned_directory_bytes(self) -> tuple[int, ...]:
+        """Size up to which each directory's file holds versioned states."""
+        return replace(self, single_bytes=0).directory_bytes
 
     @property
     def directory_bytes(self) -> tuple[int, ...]:
@@ -167,9 +173,9 @@ class StoreLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that decides where bytes lie, except the number of copies."""
+        """Hash of everything that decides where versioned states lie, except the number of copies."""
         described = {
-            "units": describe_units(self.units),
+            "units": describe_units(versioned_units(self.units)),
             "stripe_bytes": self.stripe_bytes,
             "pattern": self.pattern,
         }
@@ -210,8 +216,7 @@ class StoreLayout:
                 f"unit {unit}, {state}: {nbytes} bytes at {offset} leave its {spec.extent_bytes} bytes"
             )
         start = self._starts[unit, state] + offset
-        if spec.versioned:
-            start += self.single_bytes + copy * self.copy_bytes
+        start += (copy if spec.versioned else self.copies) * self.copy_bytes
         if self.num_directories == 1:
             return [Piece(0, start, nbytes)] if nbytes else []
         return list(_merged(self._stripes(start, start + nbytes)))
@@ -226,6 +231,12 @@ class StoreLayout:
             size = min(self.stripe_bytes - inside, end - start)
             yield Piece(directory, rank * self.stripe_bytes + inside, size)
             start += size
+
+
+def versioned_units(units: Sequence[UnitSpec]) -> list[UnitSpec]:
+    """Return the units that a checkpoint keeps, with only those states of theirs."""
+    kept = [UnitSpec(u.name, tuple(s for s in u.states if s.versioned)) for u in units]
+    return [unit for unit in kept if unit.states]
 
 
 def describe_units(units: Sequence[UnitSpec]) -> list[list[object]]:

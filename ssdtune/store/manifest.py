@@ -13,7 +13,13 @@ from typing import Any
 from ssdtune.errors import ConfigError, FormatError
 from ssdtune.io.backend import ALIGNMENT
 from ssdtune.store.checksums import Checksums
-from ssdtune.store.layout import StateSpec, StoreLayout, UnitSpec, describe_units
+from ssdtune.store.layout import (
+    StateSpec,
+    StoreLayout,
+    UnitSpec,
+    describe_units,
+    versioned_units,
+)
 
 FORMAT = 1
 
@@ -27,7 +33,7 @@ class Manifest:
         layout: Fingerprint of the layout, which follows from units, weights and stripe_bytes.
         directories: Where they were when the manifest was made, in order.
         units: All units, as `layout.describe_units` gives them.
-        versions: Live version of each unit; None where nothing was written yet.
+        versions: Live version of each unit with versioned states; None where nothing was written yet.
         checksums: Unit -> state -> 8 hex digits for each piece of `check_bytes`.
     """
 
@@ -111,23 +117,24 @@ class Manifest:
             ) from error
 
     def build_layout(self, units: Sequence[UnitSpec], copies: int, source: str) -> StoreLayout:
-        """Build the layout again for the units of today.
+        """Build the layout again for the units of today, whose states without versions may be others.
 
         Raises:
-            ConfigError: The units are others than those of the checkpoint.
+            ConfigError: The versioned states are others than those of the checkpoint.
             FormatError: The manifest is damaged.
         """
         try:
             layout = StoreLayout.build(units, copies, self.weights, stripe_bytes=self.stripe_bytes)
         except (ValueError, TypeError) as error:
             raise FormatError(f"{source}: {error}. Resume from an intact checkpoint.") from error
-        now = describe_units(units)
-        if now != self.units:
+        kept = versioned_units(units)
+        before, now = describe_units(versioned_units(self.unit_specs())), describe_units(kept)
+        if now != before:
             raise ConfigError(
-                f"{source} was made with other states: {_difference(self.units, now)}. "
+                f"{source} was made with other states: {_difference(before, now)}. "
                 "Resume with the model, method and dtype of the run."
             )
-        if layout.fingerprint != self.layout or set(self.versions) != {u.name for u in units}:
+        if layout.fingerprint != self.layout or set(self.versions) != {u.name for u in kept}:
             raise FormatError(
                 f"{source}: the manifest does not agree with itself (layout {self.layout}, computed "
                 f"{layout.fingerprint}). Resume from an intact checkpoint."

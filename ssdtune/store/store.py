@@ -27,7 +27,14 @@ from ssdtune.io.backend import ALIGNMENT, Backend, File, Ticket
 from ssdtune.store.checksums import Check, Checksums, Key
 from ssdtune.store.claim import claim_again, claim_new
 from ssdtune.store.directories import resolve_directories
-from ssdtune.store.layout import KINDS, StateSpec, StoreLayout, UnitSpec, describe_units
+from ssdtune.store.layout import (
+    KINDS,
+    StateSpec,
+    StoreLayout,
+    UnitSpec,
+    describe_units,
+    versioned_units,
+)
 from ssdtune.store.lock import DirectoryLock, Owner
 from ssdtune.store.manifest import FORMAT, Manifest
 from ssdtune.store.transfer import Transfer, as_bytes
@@ -131,7 +138,7 @@ class Store:
             layout=layout.fingerprint,
         )
         with claim_new(paths, layout, owner) as locks:
-            versions = Versions({unit.name: None for unit in units}, copies)
+            versions = Versions({unit.name: None for unit in versioned_units(units)}, copies)
             return cls(locks, layout, versions, Checksums(check_bytes), owner, backend, direct)
 
     @classmethod
@@ -151,7 +158,7 @@ class Store:
 
         Args:
             directories: The same as before, in the same order; they may have moved.
-            units: The same as before.
+            units: The same as before; only states without versions may be others.
             checkpoints: Folder -> manifest of every checkpoint of the run that must stay intact. Each is
                 frozen with its folder's name as the label.
             live: The one of them to go on from.
@@ -497,10 +504,10 @@ class Store:
 
     def _manifest(self, versions: dict[str, int | None]) -> Manifest:
         checksums: dict[str, dict[str, str]] = {}
-        for unit in self.layout.units:
+        for unit in versioned_units(self.layout.units):
             version = versions[unit.name]
             for state in unit.states:
-                if state.versioned and version is not None:
+                if version is not None:
                     text = self._checksums.to_text((unit.name, state.name, version))
                     if text is not None:
                         checksums.setdefault(unit.name, {})[state.name] = text

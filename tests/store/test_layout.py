@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdtune.store.layout import KINDS, StateSpec, StoreLayout, UnitSpec
+from ssdtune.store.layout import KINDS, StateSpec, StoreLayout, UnitSpec, versioned_units
 
 PAGE = 4096
 
@@ -77,12 +77,23 @@ def test_part_of_a_state_lies_where_the_whole_says(units, copies, weights, strip
 
 
 @given(units, weights)
-def test_more_copies_leave_all_places_and_the_fingerprint(units, weights):
+def test_more_copies_leave_versioned_places_and_the_fingerprint(units, weights):
     small = StoreLayout.build(units, 2, weights)
     large = StoreLayout.build(units, 5, weights)
     assert small.fingerprint == large.fingerprint == small.with_copies(3).fingerprint
     for unit, state, copy in all_places(small):
-        assert small.pieces(unit, state.name, copy) == large.pieces(unit, state.name, copy)
+        if state.versioned:
+            assert small.pieces(unit, state.name, copy) == large.pieces(unit, state.name, copy)
+
+
+@given(units, weights)
+def test_states_without_versions_have_no_say_in_where_the_others_lie(units, weights):
+    whole = StoreLayout.build(units, 2, weights, stripe_bytes=PAGE)
+    kept = StoreLayout.build(versioned_units(units), 2, weights, stripe_bytes=PAGE)
+    assert whole.fingerprint == kept.fingerprint
+    assert whole.versioned_directory_bytes == kept.directory_bytes
+    for unit, state, copy in all_places(kept):
+        assert whole.pieces(unit, state.name, copy) == kept.pieces(unit, state.name, copy)
 
 
 @given(st.lists(st.floats(0.2, 5), min_size=1, max_size=6))

@@ -183,3 +183,24 @@ def test_warns_above_the_share_of_the_rated_life(folder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "ssdtune"):
         finetune(config, progress=Progress())
     assert [record.message for record in caplog.records if "this run writes" in record.message]
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_run_goes_on_with_other_memory_to_the_same_bits(folder, tmp_path, method):
+    """What waits on the drives depends on the memory that is free, which another day is another."""
+    streamed = {"host_cache": 0}
+    cached = {"host_cache": None, "activations": "host", "prefetch_depth": 3}
+    results = []
+    for number, (first, second) in enumerate(
+        [(streamed, cached), (cached, streamed), (cached, {})]
+    ):
+        output = tmp_path / f"out-{number}"
+        common = {"save_steps": 2, "save_total_limit": 3, "method": method, "dtype": "bf16"}
+        finetune(settings(folder, output, **common | first), progress=Progress())
+        again = common | second | {"save_total_limit": 4}
+        again["resume_from_checkpoint"] = str(output / "checkpoint-2")
+        if second:
+            finetune(settings(folder, output, **again), progress=Progress())
+        stem = "adapter_model" if method == "lora" else "model"
+        results.append((output / f"{stem}.safetensors").read_bytes())
+    assert results[0] == results[1] == results[2]
