@@ -59,6 +59,10 @@ class _LastBlockReached(Exception):
     pass
 
 
+class _TupleExpected(Exception):
+    """The model takes the first item of what a block returns, so its blocks return tuples."""
+
+
 class _Stand(nn.Module):
     """Stands for a module and answers for its attributes, but owns none of its parameters."""
 
@@ -160,7 +164,13 @@ class BlockModel:
         for module in (self.model, self._embedding, *self.blocks):
             module.train(training)
 
-    def enter(self, tensors: Tensors, batch: Mapping[str, torch.Tensor], trained: bool) -> Entry:
+    def enter(
+        self,
+        tensors: Tensors,
+        batch: Mapping[str, torch.Tensor],
+        trained: bool,
+        at_start: Callable[[], None] = lambda: None,
+    ) -> Entry:
         """Run what comes before the first block.
 
         Args:
@@ -168,14 +178,19 @@ class BlockModel:
                 through `Entry.hidden`.
             batch: What the model's forward takes: input_ids [B, S], attention_mask or position_ids.
             trained: The rows of the embedding matrix require gradients.
+            at_start: Called right before the model's forward, which may have to run twice (seeds dropout).
         """
         self._calls = []
         self._table = tensors[self.embedding_name].detach()
         self._trained_rows = trained
+        at_start()
         try:
             self._run_outer(tensors, dict(batch))
         except _LastBlockReached:
             pass
+        except _TupleExpected:
+            self._returns_tuple = True
+            return self.enter(tensors, batch, trained, at_start)
         calls, found, hidden = self._calls, self._found, self._entering
         self._calls = self._table = self._found = self._entering = None
         if len(calls) != len(self.blocks) or found is None or hidden is None:
@@ -215,7 +230,9 @@ class BlockModel:
         self._entering, self._at_entry = hidden, at_entry
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         try:
-            result = self._run_outer(tensors, {"input_ids": ids})
+            result = self._run_outer(
+                tensors, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            )
         finally:
             self._entering = None
         return result.logits
@@ -240,7 +257,9 @@ class BlockModel:
             self._calls.clear()
             raise _LastBlockReached
         if number == 0:
-            self._entering = hidden
+            self._entering, self._first_shape = hidden, hidden.shape
+        elif not self._returns_tuple and hidden.shape != self._first_shape:
+            raise _TupleExpected
         self._check_arguments(args, kwargs)
         args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         self._calls.append(Call(args, kwargs))

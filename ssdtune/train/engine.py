@@ -169,7 +169,7 @@ class Engine:
         where = self.device.torch_device
         self._state = _State(
             training, step, learning_rate,
-            [_model_inputs(batch, where) for batch in batches],
+            [model_inputs(batch, where) for batch in batches],
             [torch.from_numpy(batch.labels).to(where) for batch in batches],
             num_items,
             present={part.name: [False] * len(part.tensors) for part in self.blocks.layout.trained_parts},
@@ -245,13 +245,17 @@ class Engine:
     def _entry_forward(self, m: int) -> None:
         state = self._state
         with torch.set_grad_enabled(state.training):
-            self._seed_stage(m, 0)
             tensors = {
                 **self._leaves(OUTER, OUTER if state.training else None),
                 **self._leaves(EMBED, self._embed_slot() if state.training else None),
             }
             part, _ = self._embedding_part
-            entry = self.blocks.enter(tensors, state.batches[m], state.training and part.trained)
+            entry = self.blocks.enter(
+                tensors,
+                state.batches[m],
+                state.training and part.trained,
+                at_start=lambda: self._seed_stage(m, 0),
+            )
         state.entries[m] = entry
         state.hidden[m] = entry.hidden.detach()
 
@@ -368,7 +372,8 @@ class Engine:
                 )
 
 
-def _model_inputs(batch: Batch, where: torch.device) -> dict[str, torch.Tensor]:
+def model_inputs(batch: Batch, where: torch.device) -> dict[str, torch.Tensor]:
+    """Return what a model's forward takes of a batch, [B, S] each."""
     inputs = {"input_ids": torch.from_numpy(batch.input_ids).to(where)}
     if batch.position_ids is not None:
         # Positions that start again tell transformers where a packed row begins; it masks accordingly.

@@ -1,8 +1,8 @@
 """Before the first step: the loss of one batch, streamed, must be what transformers itself computes.
 
-transformers runs the model whole where it fits into the memory that is left, else a copy of it with as many
-of its first blocks as fit; the streamed side then stops after the same blocks. So real weights, masks and
-per-layer arguments are compared in every case.
+transformers runs the model whole where it fits into half of the memory budget, else a copy of it with as many
+of its first blocks as fit; the streamed side then stops after the same blocks, so real weights are compared.
+Where not even one block fits, a shape-reduced copy of the architecture is compared (`ssdtune.train.reduced`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ssdtune.errors import MismatchError
 from ssdtune.model.loss import IGNORED
+from ssdtune.train.engine import model_inputs
 
 if TYPE_CHECKING:
     from ssdtune.data.batches import Batch
@@ -76,14 +77,15 @@ def reference_losses(prepared: Prepared, batch: Batch) -> Reference | None:
     """Run transformers on one batch, with as many blocks as half of the memory budget holds.
 
     Returns:
-        None where not even one block fits, or an adapter cannot be cut with the model.
+        None if the comparison is over already: a shape-reduced copy was compared.
+
+    Raises:
+        MismatchError: The copy's losses differ.
     """
     num_blocks = _blocks_that_fit(prepared)
     whole = num_blocks == prepared.layout.num_blocks
     if num_blocks == 0 or (prepared.config.model.adapter and not whole):
-        logger.warning(
-            "the first batch is not compared with transformers: the model is too large for the memory budget"
-        )
+        compare_reduced(prepared, batch)
         return None
     model = _load_first_blocks(prepared, num_blocks)
     try:
@@ -103,6 +105,36 @@ def verify(
     """
     loss, tokens = engine.evaluate(batches, num_blocks=reference.num_blocks)
     compare(loss / tokens, reference.loss, dtype, f"{reference.num_blocks} blocks")
+
+
+def compare_reduced(prepared: Prepared, batch: Batch) -> None:
+    """Compare a shape-reduced copy of the architecture, run in pieces, with transformers.
+
+    Raises:
+        MismatchError: The losses differ.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from ssdtune.train.reduced import loss_in_pieces, reduced_config
+
+    try:
+        config = reduced_config(prepared.built.model.config)
+        with quiet_transformers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        reference = _mean_loss(model, batch)
+    except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+        # Some architecture's sizes depend on each other in a way that the reduction does not know.
+        logger.warning(
+            "the first batch is not compared with transformers: the model is too large for the memory "
+            "budget, and a small copy of it cannot be made (%s)", error,
+        )  # fmt: skip
+        return
+    inputs = model_inputs(batch, torch.device("cpu"))
+    labels = torch.from_numpy(batch.labels)
+    loss = loss_in_pieces(model, prepared.built.keymap, inputs, labels)
+    compare(loss, reference, torch.float32, "a shape-reduced copy")
 
 
 def _blocks_that_fit(prepared: Prepared) -> int:
