@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ssdtune.errors import UnsupportedModelError
 from ssdtune.model.build import BuiltModel
@@ -234,7 +234,7 @@ class BlockModel:
                 tensors, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             )
         finally:
-            self._entering = None
+            self._entering = self._at_entry = None
         return result.logits
 
     def _run_outer(self, tensors: Tensors, batch: dict[str, torch.Tensor]) -> Any:
@@ -268,7 +268,7 @@ class BlockModel:
         return (hidden,) if self._returns_tuple else hidden
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for value in tree_flatten((args, kwargs))[0]:
+        for value in _values((*args, *kwargs.values())):
             if isinstance(value, torch.Tensor):
                 if value.requires_grad:
                     raise UnsupportedModelError(
@@ -320,6 +320,15 @@ def _take_hidden(
     if args:
         return args[0], args[1:], kwargs
     return kwargs["hidden_states"], (), {k: v for k, v in kwargs.items() if k != "hidden_states"}
+
+
+def _values(arguments: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield what tuples hold; a list or dict stays one value, as blocks could pass things on through it."""
+    for value in arguments:
+        if type(value) is tuple:
+            yield from _values(value)
+        else:
+            yield value
 
 
 def _find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
