@@ -12,7 +12,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ssdtune import export
+from ssdtune import export, finetune
 from tests.equality.harness import TRAINING, hash_folder, stream
 from tests.equality.reference import train_in_memory
 from tests.problems.process import settings_for
@@ -64,8 +64,6 @@ def test_the_base_is_found_from_any_directory(
     make_checkpoint(tmp_path / "model", "llama")
     rows = make_rows(tmp_path / "rows.jsonl", 5)
     monkeypatch.chdir(tmp_path)
-    from ssdtune import finetune
-
     settings = settings_for(tmp_path, **LORA)
     finetune(**settings | {"model_name_or_path": "model", "output_dir": "out"})
     (tmp_path / "elsewhere").mkdir()
