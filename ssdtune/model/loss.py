@@ -90,7 +90,7 @@ def _chunks(
     step = limit if limit <= length else limit // length * length
     for indices in learned.split(step):
         rows = len(indices) // length
-        if rows > 1:
+        if rows:
             whole = indices[: rows * length]
             yield (
                 flat[whole].view(rows, length, width),
