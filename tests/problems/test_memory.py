@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from ssdtune import finetune
+from ssdtune import finetune, plan
 from ssdtune.errors import CapacityError
 from ssdtune.hardware.memory import process_memory
 from ssdtune.model import loss as loss_module
@@ -102,3 +103,17 @@ def test_tensors_larger_than_every_buffer_are_split(tmp_path: Path) -> None:
     wanted = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "plain", settings)
     small = settings | {"request_bytes": 4096, "chunk_bytes": 4096, "queue_depth": 1}
     assert_same_bits(stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "out", small), wanted)
+
+
+def test_the_plan_counts_the_longest_row(tmp_path: Path) -> None:
+    """One long row among short ones decides: memory that lasts for the first steps only is no plan."""
+    make_checkpoint(tmp_path / "model", "llama", vocab_size=5003)
+    planned = []
+    for longest in (6, 60):
+        make_rows(tmp_path / "rows.jsonl", 20, vocab=5003, lengths=(6, 6))
+        with (tmp_path / "rows.jsonl").open("a") as file:
+            file.write(json.dumps({"input_ids": [5] * longest}) + "\n")
+        memory = plan(**settings_for(tmp_path)).to_dict()["memory"]
+        planned.append(memory["breakdown"]["compute"])
+    logits = 2 * (60 - 6) * 5003 * 4  # of a micro-batch of two rows
+    assert planned[1] - planned[0] >= logits

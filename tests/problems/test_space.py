@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ssdtune import finetune
+from ssdtune import finetune, plan
 from ssdtune.errors import CapacityError, ConfigError, StorageError
 from ssdtune.train.trainer import Trainer
 from tests.equality.harness import Streamed, assert_same_bits, read_run, stream
@@ -252,3 +252,25 @@ def test_no_threads_are_left(plain: tuple[Path, Streamed], tmp_path: Path) -> No
     before = {thread.name for thread in threading.enumerate()}
     finetune(**settings_for(plain[0], max_steps=1) | {"output_dir": str(tmp_path / "out")})
     assert {thread.name for thread in threading.enumerate()} == before
+
+
+def test_a_run_killed_before_it_saved_is_started_again_in_its_folder(
+    plain: tuple[Path, Streamed], tmp_path: Path
+) -> None:
+    folder, wanted = plain
+    settings = settings_for(folder, **SETTINGS) | {"output_dir": str(tmp_path / "out")}
+    code, text = run(_die_in_step, settings, 2)
+    assert code == -signal.SIGKILL, text
+    assert (tmp_path / "out" / "swap" / "ssdtune-states.bin").exists()
+    finetune(**settings)
+    assert_same_bits(read_run(tmp_path / "out"), wanted)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        p.name for p in wanted.output_dir.iterdir()
+    }
+
+
+def test_what_is_written_is_what_the_plan_said(plain: tuple[Path, Streamed]) -> None:
+    """The wear of drives is told beforehand, within a tenth."""
+    folder, measured = plain
+    estimate = plan(**settings_for(folder, **SETTINGS)).to_dict()["estimate"]
+    assert abs(estimate["wear"]["run_bytes"] / measured.moved("written") - 1) < 0.1
