@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
+import platform
 import resource
+import struct
+import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -11,7 +16,9 @@ from typing import Any
 
 import pytest
 
+import ssdtune
 from ssdtune.io.native import extension_problem
+from ssdtune.optim.adamw import forms
 from tests.equality.harness import Streamed, assert_same_bits, read_run, stream
 from tests.io.test_select import DENY
 from tests.problems.process import command, run, settings_for
@@ -108,3 +115,52 @@ def test_a_memory_file_system_works_and_is_named(
     assert_same_bits(got, wanted)
     warnings = [r.getMessage() for r in caplog.records if "tmpfs" in r.getMessage()]
     assert len(warnings) == 1 and swap_dir in warnings[0]
+
+
+def _finetune_without_direct_io(settings: dict[str, Any]) -> int:
+    """Fine-tune where every `openat` with O_DIRECT fails with EINVAL, as on file systems that have none."""
+    steps = [
+        (0x20, 0, 0, 0),  # load the number of the call
+        (0x15, 0, 3, {"x86_64": 257}.get(platform.machine(), 56)),  # not openat: allow
+        (0x20, 0, 0, 16 + 2 * 8),  # load its flags
+        (0x45, 0, 1, os.O_DIRECT),  # bit not set: allow
+        (0x06, 0, 0, 0x00050000 | errno.EINVAL),
+        (0x06, 0, 0, 0x7FFF0000),
+    ]
+    code = b"".join(struct.pack("HBBI", *step) for step in steps)
+    program = ctypes.create_string_buffer(code)
+    head = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+    assert libc.prctl(22, 2, head) == 0
+    return command(settings)
+
+
+def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
+    plain: tuple[Path, Streamed], tmp_path: Path
+) -> None:
+    folder, wanted = plain
+    settings = settings_for(folder, **SETTINGS) | {"output_dir": str(tmp_path / "out")}
+    code, text = run(_finetune_without_direct_io, settings)
+    assert code == 0, text
+    (line,) = [line for line in text.splitlines() if "O_DIRECT" in line]
+    assert str(folder) in line or str(tmp_path) in line
+    assert_same_bits(read_run(tmp_path / "out"), wanted)
+
+
+def _finetune_without_extension(settings: dict[str, Any]) -> int:
+    sys.modules["ssdtune._native"] = None  # type: ignore[assignment]
+    vars(ssdtune).pop("_native", None)
+    assert forms() == ("numpy",)
+    return command(settings)
+
+
+def test_without_the_native_extension_the_bits_are_the_same(
+    plain: tuple[Path, Streamed], tmp_path: Path
+) -> None:
+    folder, wanted = plain
+    settings = settings_for(folder, **SETTINGS) | {"output_dir": str(tmp_path / "out")}
+    code, text = run(_finetune_without_extension, settings)
+    assert code == 0, text
+    assert sum("native extension is missing" in line for line in text.splitlines()) == 1, text
+    assert_same_bits(read_run(tmp_path / "out"), wanted)

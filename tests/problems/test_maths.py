@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdtune.errors import UnsupportedModelError
+from ssdtune.errors import MismatchError, UnsupportedModelError
+from ssdtune.train import prepare
 from tests.equality.harness import TRAINING, assert_close, stream
 from tests.equality.reference import train_in_memory
 from tests.toy import ARCHITECTURES, make_checkpoint, make_rows
@@ -70,3 +71,15 @@ def test_packing_is_refused_where_rows_would_see_each_other(tmp_path: Path, arch
     assert text.startswith(f"{arch} {LEAKING[arch]}")
     assert "packing: false" in text
     assert not (tmp_path / "out").exists()
+
+
+def test_verification_would_notice_rows_that_see_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "refuse_leaking_rows", lambda blocks: None)
+    model_dir = make_checkpoint(tmp_path / "model", "opt")
+    make_rows(tmp_path / "rows.jsonl", 6)
+    settings = {"packing": True, "max_length": 32, "verify": True}
+    with pytest.raises(MismatchError, match="transformers computes"):
+        stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "out", settings)
+    assert not list(tmp_path.glob("out/*.safetensors"))
