@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import signal
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -186,15 +187,25 @@ def test_a_drive_that_is_too_small_is_refused_before_the_first_step(
     plain: tuple[Path, Streamed], tmp_path: Path
 ) -> None:
     settings = settings_for(plain[0], **SETTINGS, swap_dirs=[str(tmp_path / "swap")])
-    code, text = run(_on_a_small_drive, tmp_path, settings | {"output_dir": str(tmp_path / "out")})
-    assert code == 0, text
+    _run_with_mount(_on_a_small_drive, tmp_path, settings | {"output_dir": str(tmp_path / "out")})
     assert not (tmp_path / "out").exists()
+
+
+MAY_NOT_MOUNT = 77
+
+
+def _run_with_mount(function: Any, *arguments: Any) -> None:
+    code, text = run(function, *arguments)
+    if code == MAY_NOT_MOUNT:
+        pytest.skip("mounting is not allowed here")
+    assert code == 0, text
 
 
 def _mount(place: Path, size: str) -> None:
     """Mount a file system of this size that only this process sees and that ends with it."""
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.unshare(0x00020000) == 0  # CLONE_NEWNS
+    if libc.unshare(0x00020000) != 0:  # CLONE_NEWNS; root in a container may not
+        sys.exit(MAY_NOT_MOUNT)
     private = (1 << 18) | (1 << 14)  # MS_PRIVATE | MS_REC
     assert libc.mount(b"none", b"/", None, private, None) == 0
     place.mkdir()
@@ -217,8 +228,7 @@ def test_a_drive_that_fills_up_later_costs_nothing_that_was_saved(
     folder, wanted = plain
     settings = settings_for(folder, **SETTINGS, save_steps=1, swap_dirs=[str(tmp_path / "swap")])
     settings["output_dir"] = str(tmp_path / "out")
-    code, text = run(_fill_and_free, tmp_path, settings, tmp_path / "kept")
-    assert code == 0, text
+    _run_with_mount(_fill_and_free, tmp_path, settings, tmp_path / "kept")
     assert_same_bits(read_run(tmp_path / "kept"), wanted)
 
 
