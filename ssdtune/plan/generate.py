@@ -51,6 +51,15 @@ class StepShape:
     load_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
+    def first_backward(self) -> int:
+        """Lowest block that gradients must reach: below it nothing is trained. L if they reach none."""
+        if {OUTER, EMBED} & self.trained:
+            return 0
+        return next(
+            (n for n in range(self.num_blocks) if block_stage(n) in self.trained), self.num_blocks
+        )
+
+    @property
     def head(self) -> str:
         """Stage that holds the output matrix."""
         return EMBED if self.tied else HEAD
@@ -236,26 +245,29 @@ class _Inputs:
 
 def generate_training_step(shape: StepShape) -> Schedule:
     """Return the schedule of one optimizer step."""
-    blocks = [block_stage(number) for number in range(shape.num_blocks)]
-    visits = [_Visit(OUTER, Kind.ENTRY_FORWARD), _Visit(EMBED, Kind.ENTRY_FORWARD)]
-    visits += [_Visit(block, Kind.FORWARD) for block in blocks]
-    visits += [_Visit(shape.head, Kind.LOSS)]
-    visits += [_Visit(block, Kind.BACKWARD) for block in reversed(blocks)]
-    return _generate(shape, visits)
+    return _generate(shape, training=True)
 
 
 def generate_evaluation(shape: StepShape) -> Schedule:
     """Return the schedule of one forward pass that only computes losses."""
-    blocks = [block_stage(number) for number in range(shape.num_blocks)]
+    return _generate(shape, training=False)
+
+
+def _visits(shape: StepShape, training: bool) -> list[_Visit]:
+    blocks = blocks_of(shape)
     visits = [_Visit(OUTER, Kind.ENTRY_FORWARD), _Visit(EMBED, Kind.ENTRY_FORWARD)]
     visits += [_Visit(block, Kind.FORWARD) for block in blocks]
     visits += [_Visit(shape.head, Kind.LOSS)]
-    return _generate(shape, visits)
+    if training:
+        visits += [
+            _Visit(block, Kind.BACKWARD) for block in reversed(blocks[shape.first_backward :])
+        ]
+    return visits
 
 
-def _generate(shape: StepShape, visits: list[_Visit]) -> Schedule:
-    schedule = Schedule()
-    training = any(visit.kind == Kind.BACKWARD for visit in visits)
+def _generate(shape: StepShape, *, training: bool) -> Schedule:
+    schedule, visits = Schedule(), _visits(shape, training)
+    goes_back = {visit.stage for visit in visits if visit.kind == Kind.BACKWARD}
     weights = _Weights(schedule, shape, visits)
     gradients = _Gradients(schedule, shape)
     inputs = _Inputs(schedule, shape.input_slots if training else 0)
@@ -278,7 +290,7 @@ def _generate(shape: StepShape, visits: list[_Visit]) -> Schedule:
         last = -1
         for m in micro_batches:
             if visit.kind == Kind.FORWARD:
-                place = inputs.take()
+                place = inputs.take() if stage in goes_back else ""
                 after = (*ready, inputs.released.get(place))
                 last = add(
                     Lane.COMPUTE, visit.kind, stage, after=after, micro_batch=m, input_slot=place

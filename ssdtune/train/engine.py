@@ -112,11 +112,8 @@ class Engine:
             for index, spec in enumerate(part.tensors)
             if spec.name == blocks.embedding_name
         )
-        below = stages[EMBED].trained or stages[OUTER].trained
-        self._trained_below = []
-        for number in range(blocks.layout.num_blocks):
-            self._trained_below.append(below)
-            below = below or stages[f"block.{number}"].trained
+        self._first_backward = shape.first_backward
+        self._entry_trained = bool({OUTER, EMBED} & shape.trained)
 
     def train_step(self, batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
         """Run one optimizer step.
@@ -265,11 +262,10 @@ class Engine:
     def _forward(self, stage: str, m: int, input_slot: str) -> None:
         state, number = self._state, int(stage.partition(".")[2])
         hidden = state.hidden[m]
-        if state.training:
-            if input_slot:
-                self.swap.stage_input(input_slot, hidden)
-            else:
-                state.inputs[stage, m] = hidden
+        if input_slot:
+            self.swap.stage_input(input_slot, hidden)
+        elif state.training and number >= self._first_backward:
+            state.inputs[stage, m] = hidden
         with torch.no_grad():
             self._seed_stage(m, 1 + number)
             call = state.entries[m].calls[number]
@@ -301,27 +297,24 @@ class Engine:
 
     def _backward(self, stage: str, m: int, slot: str, input_slot: str) -> None:
         state, number = self._state, int(stage.partition(".")[2])
-        below = self._trained_below[number]
+        goes_on = number > self._first_backward or self._entry_trained
         hidden = self.swap.take_input(input_slot) if input_slot else state.inputs.pop((stage, m))
-        if not below and not self.blocks.layout.stages[stage].trained:
-            state.gradients.pop(m, None)
-            return
-        hidden = hidden.detach().requires_grad_(below)
+        hidden = hidden.detach().requires_grad_(goes_on)
         with torch.enable_grad():
             self._seed_stage(m, 1 + number)
             call = state.entries[m].calls[number]
             output = self.blocks.run_block(number, self._leaves(stage, slot), call, hidden)
             torch.autograd.backward(output, state.gradients.pop(m))
-        if below:
+        if goes_on:
             assert hidden.grad is not None
             state.gradients[m] = hidden.grad
 
     def _entry_backward(self, m: int, slot: str) -> None:
         state = self._state
-        entry = state.entries.pop(m)
+        entry, gradient = state.entries.pop(m), state.gradients.pop(m, None)
         if not entry.hidden.requires_grad:
             return
-        torch.autograd.backward(entry.hidden, state.gradients.pop(m))
+        torch.autograd.backward(entry.hidden, gradient)
         if entry.rows.grad is None:
             return
         part, index = self._embedding_part
