@@ -15,7 +15,7 @@ from typing import Any
 
 from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError, FormatError, SsdtuneError
-from ssdtune.model.checkpoint import HfCheckpoint
+from ssdtune.model.checkpoint import HfCheckpoint, resolve
 from ssdtune.model.headers import read_header
 
 
@@ -48,7 +48,7 @@ def check_folder(folder: str) -> HfCheckpoint:
         ConfigError: There is no such model, or it is a training checkpoint.
         FormatError: A file is damaged.
     """
-    path = Path(folder).expanduser()
+    path = resolve(folder)
     if (path / "trainer_state.json").is_file():
         raise ConfigError(
             f"{path} is a checkpoint of a run: it names the run's states and holds no weights. Write them to a "
@@ -67,7 +67,7 @@ def check_folder(folder: str) -> HfCheckpoint:
     try:
         return HfCheckpoint.open(base)
     except SsdtuneError as error:
-        raise type(error)(
+        raise ConfigError(
             f"the adapter {path} needs its base model, base_model_name_or_path in {settings.name}: {error}"
         ) from error
 

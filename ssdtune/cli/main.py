@@ -8,6 +8,7 @@ Importing this starts neither torch nor transformers; commands import what they 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -17,6 +18,12 @@ from collections.abc import Sequence
 from ssdtune.cli import arguments
 from ssdtune.errors import SsdtuneError
 from ssdtune.log import show_on_stderr
+
+_OF_THE_SYSTEM = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE,
+    errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
+}  # fmt: skip
+"""Error numbers that say what is wrong outside of the program, so that no traceback helps."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of stdout has gone ("| head"); the interpreter's last flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename and error.errno in _OF_THE_SYSTEM:
+            if args.verbose:
+                traceback.print_exc()
+            name = errno.errorcode[error.errno]
+            show_error(f"{error.filename}: {os.strerror(error.errno).lower()} [{name}]")
+            return 1
         traceback.print_exc()
         show_error(
             'this is a bug in ssdtune. Please report it with the output of "ssdtune doctor --json" '

@@ -131,6 +131,8 @@ def resolve(name_or_path: str | Path) -> Path:
         raise ConfigError("no model was named. Set model_name_or_path to a checkpoint folder.")
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise ConfigError(f"cannot look into {path}: permission denied. Give read access.")
         return path.resolve()
     if path.exists():
         raise ConfigError(

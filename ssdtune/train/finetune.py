@@ -223,12 +223,6 @@ class _Run:
             check_identity(self.resumed[0], self.resumed[1].identity, identity)
         rows = self.prepared.rows
         assert rows is not None
-        check_batch = rows.plan.step_batches(0)[:1]
-        reference = None
-        if self.config.training.verify and not self.resumed:
-            reference = reference_losses(self.prepared, check_batch[0])
-            _return_memory()
-        self._leave_if_asked("before the first step; nothing was written")
         io = self.config.io
         backend = open_backend(
             io.backend, queue_depth=io.queue_depth, request_bytes=io.request_bytes
@@ -238,6 +232,13 @@ class _Run:
             stack.enter_context(hold_output(self.output_dir))
             store = self._open_store(backend)
             stack.callback(self._close_store, store)
+            # Only now: loading a model takes minutes, and folders that cannot be used are known at once.
+            check_batch = rows.plan.step_batches(0)[:1]
+            reference = None
+            if self.config.training.verify and not self.resumed:
+                reference = reference_losses(self.prepared, check_batch[0])
+                _return_memory()
+            self._leave_if_asked("before the first step; nothing was written")
             (self.output_dir / "config.yaml").write_text(
                 to_yaml(with_absolute_paths(self.config)), encoding="utf-8"
             )

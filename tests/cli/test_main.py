@@ -216,3 +216,77 @@ def test_doctor_prints_one_json_document(tmp_path):
     document = json.loads(result.stdout)
     assert document["schema_version"] == 1
     assert result.returncode == (0 if document["usable"] else 3)
+
+
+def test_errors_of_the_system_name_the_file_and_have_no_traceback(monkeypatch, capsys):
+    def fail(args):
+        raise OSError(args.swap_dir[0] and int(args.swap_dir[0]), "unused", "/some/file")
+
+    monkeypatch.setitem(commands.COMMANDS, "doctor", fail)
+    assert main(["doctor", "28"]) == 1
+    assert capsys.readouterr().err == "error: /some/file: no space left on device [ENOSPC]\n"
+    assert main(["doctor", "-v", "28"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    # a missing file of ours is a bug
+    assert main(["doctor", "2"]) == 1
+    assert "this is a bug" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [(), ("-q",), ("-v",)])
+def test_what_is_said_of_a_run_is_said_once_and_on_stderr(tmp_path, flags):
+    from tests.toy import make_checkpoint, make_rows
+
+    make_checkpoint(tmp_path / "model", "llama")
+    make_rows(tmp_path / "rows.jsonl", 6)
+    result = python(
+        "-m", "ssdtune", *flags, "finetune", tmp_path / "model", "--train-file", tmp_path / "rows.jsonl",
+        "--output-dir", tmp_path / "out", "--max-steps", 2, "--save-steps", 2, "--lr", "1e-4",
+        "--rated-terabytes-written", "0.001", "--wear-warning", "0", "--host-cache", 0, "--json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["steps"] == len(document["losses"]) == 2
+    lines = result.stderr.splitlines()
+    assert len(lines) == len(set(lines))
+    warnings = [line for line in lines if "warning:" in line]
+    assert len(warnings) == 1 and "this run writes" in warnings[0]
+    if flags == ("-q",):
+        assert lines == warnings
+    else:
+        assert sum(line.startswith("step ") for line in lines) == 2
+        for text in ("rows used", "drive wear: ", '"lr" is read as', "first batch: loss", "saved "):
+            assert sum(text in line for line in lines) == 1, (text, lines)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("place", ["output", "swap", "model"])
+def test_folders_without_rights_are_named_before_any_work(tmp_path, place):
+    """Root without its override of rights is as an ordinary user is."""
+    from tests.toy import make_checkpoint, make_rows
+
+    make_checkpoint(tmp_path / "model", "llama")
+    make_rows(tmp_path / "rows.jsonl", 6)
+    closed = {
+        "output": tmp_path / "closed",
+        "swap": tmp_path / "closed",
+        "model": tmp_path / "model",
+    }[place]
+    closed.mkdir(exist_ok=True)
+    closed.chmod(0 if place == "model" else 0o555)
+    output = closed / "out" if place == "output" else tmp_path / "out"
+    swap = closed if place == "swap" else tmp_path / "swap"
+    capabilities = "-dac_override,-dac_read_search"
+    result = subprocess.run(
+        ["setpriv", f"--bounding-set={capabilities}", f"--inh-caps={capabilities}", sys.executable,
+         "-m", "ssdtune", "finetune", tmp_path / "model", "--train-file", tmp_path / "rows.jsonl",
+         "--output-dir", output, "--swap-dirs", swap, "--max-steps", "1"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    closed.chmod(0o755)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2, result.stderr
+    assert len(errors) == 1
+    assert str(closed) in errors[0]
+    assert "permission denied" in errors[0].lower()
+    assert "first batch" not in result.stderr
+    assert not (tmp_path / "out").exists()
