@@ -1,0 +1,304 @@
+"""What a step costs in bytes and FLOP: per model, per block, and per operation of a schedule.
+
+Shape numbers in, plain numbers out; no rates, no torch. `work_of` prices the schedules that
+`ssdtune.plan.generate` writes and the engine runs; `ssdtune.plan.peers` prices those of other systems with the
+same figures. Seconds are `ssdtune.plan.hardware`'s.
+
+Letters: T tokens of a step, S sequence length, D hidden size, L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from ssdtune.plan.generate import EMBED, HEAD, OUTER
+from ssdtune.plan.hardware import Work
+from ssdtune.plan.schedule import Kind, Operation, Schedule
+
+ADAM_DRAM_BYTES = 28
+"""Host memory traffic of AdamW per element: master and moments in and out (24), gradient in (4)."""
+MATRICES_PER_BLOCK = 4
+"""Transfers that a state of a block takes where matrices travel one by one: qkv, projection, two of the MLP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Numbers that describe a decoder.
+
+    Attributes:
+        block_parameters: Of one block, all experts included.
+        active_block_parameters: Of one block, those that a token passes; None for all.
+        embedding_parameters: Of the input embedding with positions.
+        head_parameters: Of the output matrix, tied or not.
+        tied: Embedding and head are one.
+    """
+
+    num_blocks: int
+    hidden: int
+    block_parameters: int
+    active_block_parameters: int | None = None
+    embedding_parameters: int = 0
+    head_parameters: int = 0
+    tied: bool = True
+
+    @classmethod
+    def gpt(
+        cls, num_blocks: int, hidden: int, *, vocabulary: int = 50257, positions: int = 1024
+    ) -> ModelShape:
+        """Return a GPT-2 style model: 12 D² + 13 D parameters a block, tied embedding."""
+        return cls(
+            num_blocks=num_blocks,
+            hidden=hidden,
+            block_parameters=12 * hidden**2 + 13 * hidden,
+            embedding_parameters=(vocabulary + positions) * hidden,
+            head_parameters=vocabulary * hidden,
+        )
+
+    @property
+    def active(self) -> int:
+        """Parameters of a block that a token passes."""
+        return self.active_block_parameters or self.block_parameters
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, tied ones once."""
+        ends = self.embedding_parameters + (0 if self.tied else self.head_parameters)
+        return self.num_blocks * self.block_parameters + ends
+
+    def stage_parameters(self, stage: str) -> int:
+        """Return the parameters of a stage (`block.N`, `embed`, `head`; small weights count with blocks)."""
+        if stage == EMBED:
+            return self.embedding_parameters
+        if stage == HEAD:
+            return self.head_parameters
+        return 0 if stage == OUTER else self.block_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingShape:
+    """How a model is trained.
+
+    Attributes:
+        tokens: Of a step, all micro-batches together.
+        sequence: Tokens of a sequence.
+        micro_batches: Parts into which the step's tokens are divided.
+        weight_bytes: Of a weight in compute precision, and of an element of a hidden state.
+        gradient_bytes: Of a gradient element that leaves the device.
+        split_master: The master weight is the compute weight and its lower half.
+        adapter_parameters: Trained parameters of a block with LoRA; 0 for full fine-tuning.
+        swap_bytes: Activations of a step that leave the device, block inputs included; None for just these.
+        swap_to_ssd_bytes: The part of them that goes on to the drives.
+        elementwise: Bytes moved within the device's memory per token and hidden element for the forward pass of
+            a block, besides matrix products (norms, dropout, GELU, softmax, residuals); backward is twice that.
+        skips_last_matrix: Recomputation ends before the block's last matrix product, whose result nobody needs.
+    """
+
+    tokens: int
+    sequence: int
+    micro_batches: int = 1
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    split_master: bool = True
+    adapter_parameters: int = 0
+    swap_bytes: float | None = None
+    swap_to_ssd_bytes: float = 0.0
+    elementwise: float = 0.0
+    skips_last_matrix: bool = False
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A model in training: what its pieces cost."""
+
+    model: ModelShape
+    training: TrainingShape
+
+    @property
+    def input_bytes(self) -> float:
+        """Inputs of all blocks for all tokens: the least that must be kept."""
+        t = self.training
+        return t.weight_bytes * t.tokens * self.model.hidden * self.model.num_blocks
+
+    @property
+    def all_activation_bytes(self) -> float:
+        """All that a block needs for its backward pass without recomputation: 16 hidden states.
+
+        Two norms, qkv (3), attention, projection, the MLP's inner layer before and after its activation
+        (4 each), and the block's result.
+        """
+        return 16 * self.input_bytes
+
+    @property
+    def swap_bytes(self) -> float:
+        """Activations that leave the device in a step, at least the blocks' inputs, at most all."""
+        wanted = self.training.swap_bytes
+        return min(max(wanted or 0.0, self.input_bytes), self.all_activation_bytes)
+
+    @property
+    def block_forward_flop(self) -> float:
+        """Of one block for all tokens: two per active parameter, and attention over the whole square."""
+        t = self.training
+        return t.tokens * (2.0 * self.model.active + 4.0 * t.sequence * self.model.hidden)
+
+    @property
+    def forward_flop(self) -> float:
+        """Of the whole model, F."""
+        head = 2.0 * self.model.head_parameters * self.training.tokens
+        return self.model.num_blocks * self.block_forward_flop + head
+
+    @property
+    def recompute_share(self) -> float:
+        """Share r of a block's forward FLOP done again in backward.
+
+        The block's input is kept in any case. What else is kept is taken in decreasing FLOP per byte:
+        results of attention (2·S per byte in bf16) or of matrices (D), whichever is worth more. What is
+        neither (norms, GELU) is cheap to make again and comes last.
+        """
+        model, t = self.model, self.training
+        matrices = 2.0 * model.active
+        attention = 4.0 * t.sequence * model.hidden
+        whole = matrices + attention
+        last = matrices / 3  # the MLP's second matrix: 4 of a block's 12 D² parameters
+        unit = t.weight_bytes * model.hidden
+        again = whole - (last if t.skips_last_matrix else 0.0)
+        kept = (self.swap_bytes - self.input_bytes) / (t.tokens * model.num_blocks)
+        # qkv 3, projection 1, first matrix of the MLP 4 hidden states; attention 1
+        items = [(matrices * 2 / 3, 8 * unit), (attention, unit)]
+        if not t.skips_last_matrix:
+            items.append((last, unit))
+        for flop, size in sorted(items, key=lambda item: item[0] / item[1], reverse=True):
+            share = min(1.0, kept / size)
+            again -= share * flop
+            kept -= share * size
+        return max(0.0, again / whole)
+
+    @property
+    def backward_share(self) -> float:
+        """Backward FLOP of a block in units of its forward: 2, with frozen weights 1 (and the adapter)."""
+        if not self.training.adapter_parameters:
+            return 2.0
+        return 1.0 + 2.0 * self.training.adapter_parameters / self.model.active
+
+    def trained(self, stage: str) -> int:
+        """Return the trained parameters of a stage."""
+        adapter = self.training.adapter_parameters
+        if adapter:
+            return adapter if stage.startswith("block.") else 0
+        return self.model.stage_parameters(stage)
+
+    def forward(self) -> Work:
+        """Return one block's forward pass for all tokens, swapped activations on their way out."""
+        blocks = self.model.num_blocks
+        return Work(
+            flop=self.block_forward_flop,
+            elementwise_bytes=self._elementwise(1.0),
+            d2h_bytes=self.swap_bytes / blocks,
+            write_bytes=self.training.swap_to_ssd_bytes / blocks,
+        )
+
+    def backward(self) -> Work:
+        """Return one block's backward pass for all tokens, recomputation and swapped activations included."""
+        blocks = self.model.num_blocks
+        share = self.backward_share + self.recompute_share
+        return Work(
+            flop=share * self.block_forward_flop,
+            elementwise_bytes=self._elementwise(2.0 + self.recompute_share),
+            h2d_bytes=self.swap_bytes / blocks,
+            read_bytes=self.training.swap_to_ssd_bytes / blocks,
+        )
+
+    def loss(self) -> Work:
+        """Return head and loss for all tokens, forward and backward."""
+        share = 2.0 if self.training.adapter_parameters else 3.0
+        return Work(flop=share * 2.0 * self.model.head_parameters * self.training.tokens)
+
+    def update(self, elements: float, *, read: float, write: float, requests: float) -> Work:
+        """Return AdamW over so many elements that reads and writes so many bytes of each."""
+        return Work(
+            read_bytes=read * elements,
+            write_bytes=write * elements,
+            requests=requests,
+            adam_elements=elements,
+            dram_bytes=ADAM_DRAM_BYTES * elements,
+        )
+
+    def _elementwise(self, passes: float) -> float:
+        return passes * self.training.elementwise * self.training.tokens * self.model.hidden
+
+
+def scaled(work: Work, share: float) -> Work:
+    """Return a share of the work; memory is not scaled."""
+    names = (
+        "read_bytes write_bytes requests h2d_bytes d2h_bytes flop elementwise_bytes dram_bytes "
+        "adam_elements"
+    ).split()
+    return replace(work, **{name: getattr(work, name) * share for name in names})
+
+
+def work_of(
+    schedule: Schedule,
+    ledger: Ledger,
+    *,
+    update: str,
+    resident: Collection[str] = (),
+    resident_gradients: bool = True,
+) -> list[Work]:
+    """Return the work of each operation of a schedule that `ssdtune.plan.generate` wrote.
+
+    Args:
+        update: "overlap" or "after", as the schedule was made; "overlap" updates weights while they are
+            still in memory, "after" reads them again.
+        resident: Stages whose weights and states stay in host memory.
+        resident_gradients: Complete gradients wait in host memory, not on SSD.
+    """
+    return [
+        _operation_work(operation, ledger, update, resident, resident_gradients)
+        for operation in schedule.operations
+    ]
+
+
+def _operation_work(
+    operation: Operation, ledger: Ledger, update: str, resident: Collection[str], in_memory: bool
+) -> Work:
+    stage, training = operation.stage, ledger.training
+    weights = ledger.model.stage_parameters(stage)
+    trained = ledger.trained(stage)
+    streamed = stage not in resident
+    micro = 1 / training.micro_batches
+    inputs = int(ledger.input_bytes / ledger.model.num_blocks * micro)
+    gradient = training.gradient_bytes * trained
+    match operation.kind:
+        case Kind.LOAD if streamed and weights:
+            return Work(read_bytes=training.weight_bytes * weights, requests=1)
+        case Kind.UPLOAD:
+            return Work(h2d_bytes=training.weight_bytes * weights)
+        case Kind.FORWARD:
+            acquired = () if operation.input_slot else (("host", inputs),)
+            return replace(scaled(ledger.forward(), micro), acquires_bytes=acquired)
+        case Kind.BACKWARD:
+            released = () if operation.input_slot else (("host", inputs),)
+            return replace(scaled(ledger.backward(), micro), releases_bytes=released)
+        case Kind.SAVE_INPUT:
+            return Work(write_bytes=inputs, requests=1)
+        case Kind.LOAD_INPUT:
+            return Work(read_bytes=inputs, requests=1)
+        case Kind.LOSS:
+            return scaled(ledger.loss(), micro)
+        case Kind.COLLECT_GRADIENT if trained:
+            acquired = (("host", gradient),) if in_memory else ()
+            return Work(d2h_bytes=gradient, acquires_bytes=acquired)
+        case Kind.SAVE_GRADIENT if trained:
+            return Work(write_bytes=gradient, requests=1)
+        case Kind.UPDATE if trained:
+            released = (("host", gradient),) if in_memory else ()
+            if not streamed:
+                work = ledger.update(trained, read=0, write=0, requests=0)
+            else:
+                states = 10 if training.split_master else 8
+                again = training.weight_bytes if update == "after" else 0
+                waiting = 0 if in_memory else training.gradient_bytes
+                work = ledger.update(trained, read=states + again + waiting, write=12, requests=7)
+            return replace(work, releases_bytes=released)
+        case _:
+            return Work()
