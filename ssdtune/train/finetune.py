@@ -10,7 +10,7 @@ import os
 import shutil
 import statistics
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,8 @@ class _Run:
         with ExitStack() as stack:
             stack.callback(backend.close)
             stack.enter_context(hold_output(self.output_dir))
+            made = [folder for folder in self.disk.directories if not folder.exists()]
+            stack.callback(_remove_empty, made)
             store = self._open_store(backend)
             stack.callback(self._close_store, store)
             # Only now: loading a model takes minutes, and folders that cannot be used are known at once.
@@ -378,6 +380,12 @@ class _Run:
             read=lambda part, spec, high: swap.read_tensor(part, spec, high_only=high),
             base_model_name_or_path=self.config.model.model_name_or_path,
         )
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # it is in use
+            folder.rmdir()
 
 
 def _return_memory() -> None:

@@ -10,7 +10,6 @@ import pytest
 from ssdtune import plan
 from ssdtune.config.load import load_config
 from ssdtune.errors import CapacityError
-from ssdtune.report.metrics import read_metrics
 from ssdtune.report.progress import Progress
 from ssdtune.store import space
 from ssdtune.store.lock import STATES_NAME
@@ -25,18 +24,14 @@ SIZES = {"hidden_size": 120, "intermediate_size": 332, "num_hidden_layers": 4}
 
 
 class Watcher(Progress):
-    """Notes what is said, and what the kernel has written after each step."""
+    """Notes what is said."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[str] = []
-        self.written: list[int] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-
-    def show_step(self, metrics) -> None:
-        self.written.append(device_bytes()["written"])
 
 
 @pytest.fixture(scope="module")
@@ -79,24 +74,19 @@ def test_written_bytes_are_as_predicted(folder, tmp_path, changes):
     config = settings(folder, tmp_path / "out", **changes)
     watcher = Watcher()
     before = device_bytes()["written"]
-    finetune(config, progress=watcher)
-    whole = device_bytes()["written"] - before
+    result = finetune(config, progress=watcher)
+    measured = device_bytes()["written"] - before
     figures = json.loads((tmp_path / "out" / "plan.json").read_text())["estimate"]
 
-    step = sum(figures["step_bytes_written"].values())
-    assert step == figures["wear"]["step_bytes"]
-    # Steps from the second on; the first also writes the weights that are trained.
-    measured = (watcher.written[-1] - watcher.written[0]) / (len(watcher.written) - 1)
-    if changes.get("save_steps"):
-        assert measured >= step * 0.95
-    else:
-        assert abs(measured - step) <= 0.1 * step + 16_384, (measured, step)
-    counted = read_metrics(tmp_path / "out" / "metrics.jsonl", "step")
-    for kind, num_bytes in figures["step_bytes_written"].items():
-        mean = sum(line["bytes_written"][kind] for line in counted[1:]) / (len(counted) - 1)
-        assert mean == pytest.approx(num_bytes, rel=0.1), kind
+    step = figures["wear"]["step_bytes"]
+    assert step == sum(figures["step_bytes_written"].values())
+    # Small files and the file system's own writes come on top.
     run_bytes = figures["wear"]["run_bytes"]
-    assert abs(whole - run_bytes) <= 0.1 * run_bytes + 400_000, (whole, run_bytes)
+    assert abs(measured - run_bytes) <= 0.1 * 6 * step + 400_000, (measured, run_bytes)
+    for kind, num_bytes in figures["step_bytes_written"].items():
+        times = 7 if kind in ("weights", "master") else 6  # first values, too
+        if not changes.get("save_steps"):  # else resident states are written for checkpoints, too
+            assert result.bytes_written[kind] == pytest.approx(times * num_bytes, rel=0.1), kind
 
     assert any(note.count("written per step") == 1 for note in watcher.notes)
     said = plan(config)
