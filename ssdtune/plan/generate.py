@@ -33,9 +33,10 @@ class StepShape:
         block_slots: Weight slots for blocks, at least 1; one more than the prefetch depth.
         gradient_slots: Gradient slots for blocks, used where gradients don't stay in memory.
         input_slots: Slots for block inputs on their way to or from SSD; 0 keeps all inputs in memory.
-        update: "overlap" (each stage as soon as its gradient is complete) or "after" (once the norm of
-            all gradients is known).
-        gradients: Where complete gradients wait with update "after": "host" or "ssd".
+        update: When a stage is updated: "overlap" (as soon as its gradient is complete), "after" (once the
+            norm of all gradients is known) or "deferred" (the next step begins with it, see `pending`).
+        pending: The previous step's updates are still to be made: each stage's before it is loaded.
+        gradients: Where complete gradients wait unless updates overlap: "host" or "ssd".
         load_bytes: Bytes read per stage when its weights are loaded; stages kept in memory have 0.
     """
 
@@ -47,6 +48,7 @@ class StepShape:
     gradient_slots: int = 2
     input_slots: int = 0
     update: str = "after"
+    pending: bool = False
     gradients: str = "host"
     load_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -94,6 +96,7 @@ class _Weights:
         blocks = [_Slot(f"block.{i}") for i in range(shape.block_slots)]
         self.slots = {"outer": [_Slot("outer")], "ends": [_Slot("ends")], "block": blocks}
         self.held: dict[int, _Slot] = {}
+        self.updated: Mapping[str, int] = {}
 
     def _class(self, stage: str) -> str:
         return "outer" if stage == OUTER else "ends" if stage in (EMBED, HEAD) else "block"
@@ -129,8 +132,9 @@ class _Weights:
     def _fill(self, slot: _Slot, stage: str) -> None:
         size = self.shape.load_bytes.get(stage, 0)
         load = self.schedule.add(
-            Lane.SSD_READ, Kind.LOAD, stage, after=(slot.last_use,), slot=slot.name, num_bytes=size
-        )
+            Lane.SSD_READ, Kind.LOAD, stage, after=(slot.last_use, self.updated.get(stage)),
+            slot=slot.name, num_bytes=size,
+        )  # fmt: skip
         slot.ready = self.schedule.add(Lane.H2D, Kind.UPLOAD, stage, after=(load,), slot=slot.name)
         slot.stage, slot.last_use = stage, None
 
@@ -153,7 +157,7 @@ class _Gradients:
         if stage not in self.shape.trained:
             return ""
         if stage not in self.current:
-            if self.shape.update == "after" and self.shape.gradients == "host":
+            if self.shape.update != "overlap" and self.shape.gradients == "host":
                 name = stage
             elif stage in (OUTER, EMBED, HEAD):
                 name = OUTER if stage == OUTER else "ends"
@@ -183,16 +187,26 @@ class _Gradients:
             self.saved[stage] = done
         self.released[slot] = done
 
-    def finish(self, stages: list[str]) -> None:
+    def finish(self) -> None:
         """Emit the global norm and, where they are still to come, the updates."""
         add = self.schedule.add
         clip = add(Lane.COMPUTE, Kind.CLIP, after=tuple(self.collected))
         if self.shape.update == "after":
-            for stage in stages:
-                if stage in self.shape.trained:
-                    after = (clip, self.saved.get(stage))
-                    slot = self.slot(stage) if self.shape.gradients == "host" else ""
-                    add(Lane.ADAM, Kind.UPDATE, stage, after=after, slot=slot)
+            stages = stages_of(self.shape)
+            self.update(stages, {stage: (clip, self.saved.get(stage)) for stage in stages})
+
+    def update(
+        self, stages: list[str], after: Mapping[str, tuple[int | None, ...]]
+    ) -> dict[str, int]:
+        """Emit the updates of gradients that waited, and return the operation of each stage."""
+        done = {}
+        for stage in stages:
+            if stage in self.shape.trained:
+                slot = self.slot(stage) if self.shape.gradients == "host" else ""
+                done[stage] = self.schedule.add(
+                    Lane.ADAM, Kind.UPDATE, stage, after=after.get(stage, ()), slot=slot
+                )
+        return done
 
 
 class _Inputs:
@@ -253,6 +267,13 @@ def generate_evaluation(shape: StepShape) -> Schedule:
     return _generate(shape, training=False)
 
 
+def generate_flush(shape: StepShape) -> Schedule:
+    """Return the schedule that makes pending updates without a step after them."""
+    schedule = Schedule()
+    _Gradients(schedule, shape).update(stages_of(shape), {})
+    return schedule
+
+
 def _visits(shape: StepShape, training: bool) -> list[_Visit]:
     blocks = blocks_of(shape)
     visits = [_Visit(OUTER, Kind.ENTRY_FORWARD), _Visit(EMBED, Kind.ENTRY_FORWARD)]
@@ -274,6 +295,8 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
     micro_batches = range(shape.num_micro_batches)
     outer_ready: int | None = None
     add = schedule.add
+    if training and shape.pending:
+        weights.updated = gradients.update(stages_of(shape), {})
 
     for number, visit in enumerate(visits):
         stage = visit.stage
@@ -322,9 +345,13 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
             )  # fmt: skip
         gradients.complete(EMBED, last)
         gradients.complete(OUTER, last)
-        stages = [OUTER, EMBED, *blocks_of(shape), *([] if shape.tied else [HEAD])]
-        gradients.finish(stages)
+        gradients.finish()
     return schedule
+
+
+def stages_of(shape: StepShape) -> list[str]:
+    """Return all stages in the order in which a step loads them."""
+    return [OUTER, EMBED, *blocks_of(shape), *([] if shape.tied else [HEAD])]
 
 
 def blocks_of(shape: StepShape) -> list[str]:

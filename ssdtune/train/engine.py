@@ -26,6 +26,7 @@ from ssdtune.plan.generate import (
     OUTER,
     StepShape,
     generate_evaluation,
+    generate_flush,
     generate_training_step,
 )
 from ssdtune.plan.schedule import Kind, Operation
@@ -53,12 +54,26 @@ class StepResult:
 
 
 @dataclass
+class _Update:
+    """What an update needs to know of its step.
+
+    Attributes:
+        present: For each part, which of its tensors have a gradient.
+        scale: Clipping coefficient.
+    """
+
+    learning_rate: float
+    present: dict[str, list[bool]]
+    scale: float = 1.0
+
+
+@dataclass
 class _State:
     """What is alive during one run of a schedule."""
 
     training: bool
     step: int
-    learning_rate: float
+    update: _Update
     batches: list[dict[str, torch.Tensor]]
     labels: list[torch.Tensor]
     num_items: float
@@ -68,8 +83,6 @@ class _State:
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     squares: dict[str, float] = field(default_factory=dict)
-    present: dict[str, list[bool]] = field(default_factory=dict)
-    scale: float = 1.0
     norm: float = 0.0
 
 
@@ -104,6 +117,7 @@ class Engine:
         self._max_grad_norm = max_grad_norm
         self._slot_of: dict[str, str] = {}
         self._state: _State
+        self._pending: _Update | None = None
         stages = blocks.layout.stages
         self._vocab_size = blocks.model.config.get_text_config().vocab_size
         self._embedding_part = next(
@@ -115,8 +129,16 @@ class Engine:
         self._first_backward = shape.first_backward
         self._entry_trained = bool({OUTER, EMBED} & shape.trained)
 
+    @property
+    def pending(self) -> bool:
+        """Say whether the last step's updates are still to be made; see `flush`."""
+        return self._pending is not None
+
     def train_step(self, batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
         """Run one optimizer step.
+
+        Where updates are deferred, the schedule begins with those of the previous step, and this step's wait
+        for the next one, or for `flush`.
 
         Args:
             batches: Its micro-batches.
@@ -127,11 +149,19 @@ class Engine:
             SsdtuneError: The loss or a gradient is not finite; nothing was updated unless clipping is off.
         """
         num_items = sum(batch.num_learned_tokens for batch in batches)
-        schedule = generate_training_step(replace(self.shape, num_micro_batches=len(batches)))
+        shape = replace(self.shape, num_micro_batches=len(batches), pending=self.pending)
+        schedule = generate_training_step(shape)
         state = self._begin(batches, step, num_items, training=True, learning_rate=learning_rate)
         spans = self._lanes.run(schedule, self._execute)
+        self._pending = state.update if shape.update == "deferred" else None
         loss = float(sum(loss.item() for loss in state.losses))
-        return StepResult(loss, state.norm, state.scale, num_items, spans)
+        return StepResult(loss, state.norm, state.update.scale, num_items, spans)
+
+    def flush(self) -> None:
+        """Make the updates that are pending, so that weights and states are those after the last step."""
+        if self.pending:
+            self._lanes.run(generate_flush(self.shape), self._execute)
+            self._pending = None
 
     def evaluate(
         self, batches: Sequence[Batch], *, num_blocks: int | None = None
@@ -164,12 +194,13 @@ class Engine:
         self.blocks.train(training)
         self._slot_of.clear()
         where = self.device.torch_device
+        parts = self.blocks.layout.trained_parts
+        present = {part.name: [False] * len(part.tensors) for part in parts}
         self._state = _State(
-            training, step, learning_rate,
+            training, step, _Update(learning_rate, present),
             [model_inputs(batch, where) for batch in batches],
             [torch.from_numpy(batch.labels).to(where) for batch in batches],
             num_items,
-            present={part.name: [False] * len(part.tensors) for part in self.blocks.layout.trained_parts},
         )  # fmt: skip
         return self._state
 
@@ -223,11 +254,11 @@ class Engine:
         def collect(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
             target = self._gradient_of(part, index, slot)
-            if self._state.present[part.name][index]:
+            if self._state.update.present[part.name][index]:
                 target.add_(leaf.grad)
             else:
                 target.copy_(leaf.grad)
-                self._state.present[part.name][index] = True
+                self._state.update.present[part.name][index] = True
             leaf.grad = None
 
         return collect
@@ -319,9 +350,9 @@ class Engine:
             return
         part, index = self._embedding_part
         target = self._gradient_of(part, index, slot)
-        if not state.present[part.name][index]:
+        if not state.update.present[part.name][index]:
             target.zero_()
-            state.present[part.name][index] = True
+            state.update.present[part.name][index] = True
         rows = entry.rows.grad.float()
         if self.blocks.padding_row is not None:
             rows[entry.ids == self.blocks.padding_row] = 0
@@ -330,7 +361,7 @@ class Engine:
     def _clip(self) -> None:
         state = self._state
         state.norm = math.sqrt(math.fsum(state.squares.values()))
-        state.scale = clip_coefficient(state.norm, self._max_grad_norm)
+        state.update.scale = clip_coefficient(state.norm, self._max_grad_norm)
 
     # Other lanes
 
@@ -342,7 +373,7 @@ class Engine:
                 host, on_device = self.swap.gradient(part, slot)
                 self.device.download(on_device, host).wait()
                 for index, spec in enumerate(part.tensors):
-                    if state.present[part.name][index]:
+                    if state.update.present[part.name][index]:
                         total += sum_of_squares(part.view(host, spec).view(-1))
         if not math.isfinite(total):
             raise SsdtuneError(
@@ -352,16 +383,16 @@ class Engine:
         state.squares[stage] = total
 
     def _update(self, stage: str, slot: str) -> None:
-        state = self._state
+        update = self._pending or self._state.update
         for part in self.blocks.layout.stages[stage].parts:
             if part.trained:
                 gradient = self.swap.gradient(part, slot)[0] if slot else None
                 self.adam.update(
                     part,
-                    state.present[part.name],
+                    update.present[part.name],
                     gradient,
-                    lr=state.learning_rate,
-                    scale=state.scale,
+                    lr=update.learning_rate,
+                    scale=update.scale,
                 )
 
 
@@ -387,7 +418,7 @@ def make_step_shape(blocks: BlockModel, swap: SwapManager) -> StepShape:
         block_slots=plan.block_slots,
         gradient_slots=plan.gradient_slots,
         input_slots=plan.input_slots,
-        update="overlap" if plan.gradients == "overlap" else "after",
+        update="overlap" if plan.gradients == "overlap" else "deferred",
         gradients=plan.gradients,
         load_bytes={name: swap.load_bytes(stage) for name, stage in layout.stages.items()},
     )

@@ -98,15 +98,13 @@ class Trainer:
             SsdtuneError: A step failed; the last checkpoint is whole.
         """
         for step in range(self._first, self._total):
-            saves = self._saves_after(step)
-            self._store.checksum_writes(saves)
             self._step(step)
             done = step + 1
             if self._evaluates_after(step):
                 self._evaluate(done)
             if self._signals.requested is not None and done < self._total:
                 self._stop(done)
-            if saves:
+            if self._saves_after(step):
                 self._save(done)
         return self.history
 
@@ -120,6 +118,15 @@ class Trainer:
         every = self._config.eval_steps or self._batches.steps_per_epoch
         return (step + 1) % every == 0 or step + 1 == self._total
 
+    def _is_looked_at_after(self, step: int) -> bool:
+        """Say whether somebody wants the weights as they are after a step, before the next one begins."""
+        return (
+            step + 1 == self._total
+            or self._saves_after(step)
+            or self._evaluates_after(step)
+            or self._signals.requested is not None
+        )
+
     def _step(self, step: int) -> None:
         batches = self._batches.step_batches(step)
         rate = learning_rate(
@@ -131,7 +138,10 @@ class Trainer:
         )
         before, begin = self.bytes_moved(), time.perf_counter()
         self._check_folders()
+        self._store.checksum_writes(self._saves_after(step))
         result = self._engine.train_step(batches, step, rate)
+        if self._is_looked_at_after(step):
+            self._engine.flush()
         seconds = time.perf_counter() - begin
         after = self.bytes_moved()
         self.history.losses.append(result.loss)
@@ -195,6 +205,7 @@ class Trainer:
     def _save(self, done: int) -> Path:
         begin = time.perf_counter()
         self._store.checksum_writes(True)
+        self._engine.flush()
         self._swap.flush()
         self._metrics.sync()
         state = TrainerState(done, self._total, self._adam.steps, self._identity)

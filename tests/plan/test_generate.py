@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import product
 
 import pytest
@@ -22,12 +23,24 @@ from ssdtune.plan.generate import (
     OUTER,
     StepShape,
     generate_evaluation,
+    generate_flush,
     generate_training_step,
 )
 from ssdtune.plan.schedule import Kind, Lane, Operation, Schedule
 
 COMPUTE = (Kind.ENTRY_FORWARD, Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.ENTRY_BACKWARD)
-MODES = (("after", "host"), ("after", "ssd"), ("overlap", "overlap"))
+MODES = (
+    ("after", "host", False),
+    ("after", "ssd", False),
+    ("overlap", "overlap", False),
+    ("deferred", "host", False),
+    ("deferred", "ssd", False),
+    ("deferred", "host", True),
+    ("deferred", "ssd", True),
+)
+"""When updates are made, where gradients wait, and whether the previous step's are still to be made."""
+PREVIOUS = -1
+"""Stands for the micro-batches of the step before."""
 
 
 def stages_of(num_blocks: int, tied: bool) -> list[str]:
@@ -39,7 +52,7 @@ def shapes(draw: st.DrawFn) -> StepShape:
     num_blocks, tied = draw(st.integers(1, 8)), draw(st.booleans())
     stages = stages_of(num_blocks, tied)
     some = st.sets(st.sampled_from(stages), min_size=1)
-    update, gradients = draw(st.sampled_from(MODES))
+    update, gradients, pending = draw(st.sampled_from(MODES))
     return StepShape(
         num_blocks=num_blocks,
         num_micro_batches=draw(st.integers(1, 4)),
@@ -50,6 +63,7 @@ def shapes(draw: st.DrawFn) -> StepShape:
         input_slots=draw(st.integers(0, 3)),
         update=update,
         gradients=gradients,
+        pending=pending,
         load_bytes={stage: 1 + index for index, stage in enumerate(stages)},
     )
 
@@ -109,7 +123,8 @@ def _accesses(
         case Kind.CLIP:
             reads, writes = {("squares", s) for s in shape.trained}, {("scale",)}
         case Kind.UPDATE:
-            reads = {("present", stage), ("gradient", slot) if slot else ("stored gradient", stage)}
+            reads = {("gradient", slot) if slot else ("stored gradient", stage)}
+            reads |= set() if shape.pending else {("present", stage)}
             reads |= {("scale",)} if shape.update == "after" else set()
             writes = {("states", stage)}
     if kind in COMPUTE:
@@ -178,6 +193,10 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
     collected: dict[str, list[tuple[str, int]]] = {}
     updated: list[str] = []
     clipped = False
+    pending = shape.pending and any(op.kind == Kind.UPDATE for op in order)
+    if pending:
+        for stage in shape.trained:
+            (gradient if shape.gradients == "host" else saved)[stage] = [(stage, PREVIOUS)]
     wrong: list[str] = []
     first_trained = first_trained_block(shape)
     for op in order:
@@ -192,7 +211,10 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
                 place = slot_of.get(one, "nowhere")
                 check(device.get(place) == one, f"{one} is not on the device")
                 check(host.get(place) == one, f"{one} is not in host memory")
-                check(one not in updated, f"{one} is updated already")
+                if pending:
+                    check(one in updated or one not in shape.trained, f"{one} is not updated yet")
+                else:
+                    check(one not in updated, f"{one} is updated already")
         match op.kind:
             case Kind.LOAD:
                 check(stage not in host.values(), "is in a slot already")
@@ -223,6 +245,8 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
                 collected[stage] = gradient[slot]
                 check(all(one == stage for one, _ in gradient[slot]), f"found {gradient[slot]}")
             case Kind.SAVE_GRADIENT:
+                if saved.get(stage) == [(stage, PREVIOUS)]:
+                    check(stage in updated, "overwrites the previous step's gradient")
                 saved[stage] = gradient[slot]
                 check(stage in collected, "was not collected")
             case Kind.CLIP:
@@ -230,14 +254,18 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
                 clipped = True
             case Kind.UPDATE:
                 content = gradient[slot] if slot else saved.get(stage, [])
-                check(content == collected.get(stage), f"found {content}")
-                check(clipped or shape.update == "overlap", "the norm is not known")
+                wanted = [(stage, PREVIOUS)] if pending else collected.get(stage)
+                check(content == wanted, f"found {content}")
+                check(clipped or shape.update != "after", "the norm is not known")
                 updated.append(stage)
         if op.kind in (Kind.LOSS, Kind.BACKWARD, Kind.ENTRY_BACKWARD):
             targets = {slot: stage} if slot else {}
             if op.kind != Kind.BACKWARD and OUTER in shape.trained:
                 targets[OUTER] = OUTER
             for target, one in targets.items():
+                if (one, PREVIOUS) in gradient[target]:
+                    check(one in updated, "overwrites the previous step's gradient")
+                    gradient[target] = []
                 if any(other != one for other, _ in gradient[target]):
                     gone = gradient[target]
                     check(
@@ -250,7 +278,8 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
         back = {op.stage for op in order if op.kind == Kind.BACKWARD}
         if back != {f"block.{n}" for n in range(first_trained, shape.num_blocks)}:
             wrong.append(f"the gradient goes through {sorted(back)}")
-        if sorted(updated) != sorted(shape.trained):
+        makes_updates = shape.update != "deferred" or pending
+        if sorted(updated) != (sorted(shape.trained) if makes_updates else []):
             wrong.append(f"updated {updated}, trained {sorted(shape.trained)}")
         for stage, content in collected.items():
             times = 2 if stage == OUTER or (stage == EMBED and shape.tied) else 1
@@ -294,9 +323,18 @@ def test_every_timing_gives_the_same(shape: StepShape, seed: int) -> None:
             assert all(other < index for other in operation.after)
         assert races(schedule, shape) == []
         forward_only = dataclasses.replace(shape, input_slots=0)
-        checked = shape if schedule.lane(Lane.ADAM) else forward_only
+        checked = shape if schedule.lane(Lane.D2H) else forward_only
         assert replay(schedule.operations, checked) == []
         assert replay(by_lanes(schedule, seed), checked) == []
+
+
+@given(shapes())
+def test_flush_updates_every_trained_stage_once(shape: StepShape) -> None:
+    shape = dataclasses.replace(shape, update="deferred", gradients="host", pending=True)
+    schedule = generate_flush(shape)
+    assert {op.kind for op in schedule.operations} == {Kind.UPDATE}
+    assert sorted(op.stage for op in schedule.operations) == sorted(shape.trained)
+    assert replay(schedule.operations, shape) == []
 
 
 @given(shapes())
@@ -344,26 +382,28 @@ def test_prefetch_needs_no_wait_for_the_block_before(shape: StepShape) -> None:
 SHAPES = [
     StepShape(
         num_blocks=num_blocks, num_micro_batches=m, tied=tied, block_slots=block_slots,
-        gradient_slots=gradient_slots, input_slots=input_slots, update=update, gradients=gradients,
-        trained=frozenset(stages_of(num_blocks, tied)),
+        gradient_slots=gradient_slots, input_slots=input_slots, update=mode[0], gradients=mode[1],
+        pending=mode[2], trained=frozenset(stages_of(num_blocks, tied)),
     )
-    for num_blocks, m, tied, block_slots, gradient_slots, input_slots, (update, gradients) in product(
+    for num_blocks, m, tied, block_slots, gradient_slots, input_slots, mode in product(
         (1, 4), (1, 3), (True, False), (1, 2), (1, 2), (0, 2), MODES
     )
 ]  # fmt: skip
 
-EDGES = sorted(
-    {
-        (schedule.operations[other].kind, op.kind)
-        for schedule in map(generate_training_step, SHAPES)
-        for op in schedule.operations
-        for other in op.after
-    }
-)
-"""Every kind of wait there is: (what is waited for, who waits)."""
+
+def edges(shapes: Iterable[StepShape]) -> list[tuple[Kind, Kind]]:
+    """Return every kind of wait in some schedules: (what is waited for, who waits)."""
+    return sorted(
+        {
+            (schedule.operations[other].kind, op.kind)
+            for schedule in map(generate_training_step, shapes)
+            for op in schedule.operations
+            for other in op.after
+        }
+    )
 
 
-@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: f"{edge[1]}-waits-for-{edge[0]}")
+@pytest.mark.parametrize("edge", edges(SHAPES), ids=lambda edge: f"{edge[1]}-waits-for-{edge[0]}")
 def test_no_wait_can_be_left_out(edge: tuple[Kind, Kind]) -> None:
     """The checks see it when one kind of wait is missing: this tests the checks, and that no wait is idle."""
     for shape in SHAPES:

@@ -68,5 +68,7 @@ def test_the_states_have_their_space_before_the_first_step(
     folder, _ = plain
     settings = SETTINGS | {"swap_dirs": [str(tmp_path / "swap")], "save_steps": 2}
     stream(folder / "model", folder / "rows.jsonl", tmp_path / "out", settings)
-    assert len(set(sizes)) == 1
-    assert 0 < sizes[0][0] <= sizes[0][1]
+    assert len({size for size, _ in sizes}) == 1
+    assert all(
+        0 < size <= reserved for size, reserved in sizes
+    )  # a file system may add its own blocks
