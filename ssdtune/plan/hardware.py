@@ -25,8 +25,7 @@ class Work:
         read_bytes, write_bytes: Between drives and memory.
         requests: Transfers of whole states or matrices that this takes, each with its fixed cost.
         h2d_bytes, d2h_bytes: Between host and device.
-        flop: Of matrix products on the device.
-        elementwise_bytes: Moved within the device's memory by what is not a matrix product.
+        flop: On the device.
         dram_bytes: Moved in host memory besides the above, each of which counts once there too.
         adam_elements: Elements updated by the optimizer on the CPU.
         acquires_bytes, releases_bytes: Memory by kind, taken at the start and given back at the end.
@@ -38,7 +37,6 @@ class Work:
     h2d_bytes: float = 0
     d2h_bytes: float = 0
     flop: float = 0
-    elementwise_bytes: float = 0
     dram_bytes: float = 0
     adam_elements: float = 0
     acquires_bytes: tuple[tuple[str, int], ...] = ()
@@ -50,8 +48,7 @@ class Hardware:
     """Rates of a machine. All are for one user alone.
 
     Attributes:
-        flop_per_s: Rate of large matrix products on the device (or the CPU).
-        device_bytes_per_s: Memory bandwidth of the device; None leaves `elementwise_bytes` out.
+        flop_per_s: What a whole block reaches on the device (or the CPU), not just its matrix products.
         compute_overhead_s: Fixed seconds of an operation that computes.
         h2d_bytes_per_s, d2h_bytes_per_s: The link's two directions.
         num_drives: Drives that are used as one.
@@ -68,7 +65,6 @@ class Hardware:
 
     name: str
     flop_per_s: float
-    device_bytes_per_s: float | None = None
     compute_overhead_s: float = 0.0
     h2d_bytes_per_s: float = float("inf")
     d2h_bytes_per_s: float = float("inf")
@@ -88,7 +84,7 @@ class Hardware:
         problems = [
             f"{name} is {value:g}"
             for name, value in vars(self).items()
-            if name.endswith("_per_s") and value is not None and not value > 0
+            if name.endswith("_per_s") and not value > 0
         ]
         if self.num_drives < 1:
             problems.append(f"num_drives is {self.num_drives}")
@@ -114,20 +110,18 @@ class Hardware:
         longer, shorter = max(drives, link), min(drives, link)
         if longer == 0:
             return requests * self.request_s
-        combined = longer * (1 + (shorter / longer) ** self.ssd_overlap) ** (1 / self.ssd_overlap)
+        ratio: float = (shorter / longer) ** self.ssd_overlap
+        combined: float = longer * (1 + ratio) ** (1 / self.ssd_overlap)
         return combined + requests * self.request_s
 
-    def compute_s(self, flop: float, elementwise_bytes: float = 0) -> float:
-        """Return the seconds that the device computes: matrix products and, after them, the rest."""
-        if not flop and not elementwise_bytes:
-            return 0.0
-        rest = elementwise_bytes / self.device_bytes_per_s if self.device_bytes_per_s else 0.0
-        return flop / self.flop_per_s + rest + self.compute_overhead_s
+    def compute_s(self, flop: float) -> float:
+        """Return the seconds that the device computes."""
+        return flop / self.flop_per_s + self.compute_overhead_s if flop else 0.0
 
     def cost(self, work: Work) -> Cost:
         """Return what an operation costs on this machine."""
         moved = work.read_bytes + work.write_bytes + work.h2d_bytes + work.d2h_bytes
-        compute = self.compute_s(work.flop, work.elementwise_bytes)
+        compute = self.compute_s(work.flop)
         adam = work.adam_elements / self.adam_elements_per_s
         seconds = {
             "ssd": self.ssd_s(work.read_bytes, work.write_bytes, work.requests),

@@ -21,6 +21,18 @@ ADAM_DRAM_BYTES = 28
 MATRICES_PER_BLOCK = 4
 """Transfers that a state of a block takes where matrices travel one by one: qkv, projection, two of the MLP."""
 
+AMOUNTS = (
+    "read_bytes",
+    "write_bytes",
+    "requests",
+    "h2d_bytes",
+    "d2h_bytes",
+    "flop",
+    "dram_bytes",
+    "adam_elements",
+)
+"""Fields of `Work` that are proportional to the work."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -89,8 +101,6 @@ class TrainingShape:
         adapter_parameters: Trained parameters of a block with LoRA; 0 for full fine-tuning.
         swap_bytes: Activations of a step that leave the device, block inputs included; None for just these.
         swap_to_ssd_bytes: The part of them that goes on to the drives.
-        elementwise: Bytes moved within the device's memory per token and hidden element for the forward pass of
-            a block, besides matrix products (norms, dropout, GELU, softmax, residuals); backward is twice that.
         skips_last_matrix: Recomputation ends before the block's last matrix product, whose result nobody needs.
     """
 
@@ -103,7 +113,6 @@ class TrainingShape:
     adapter_parameters: int = 0
     swap_bytes: float | None = None
     swap_to_ssd_bytes: float = 0.0
-    elementwise: float = 0.0
     skips_last_matrix: bool = False
 
 
@@ -192,7 +201,6 @@ class Ledger:
         blocks = self.model.num_blocks
         return Work(
             flop=self.block_forward_flop,
-            elementwise_bytes=self._elementwise(1.0),
             d2h_bytes=self.swap_bytes / blocks,
             write_bytes=self.training.swap_to_ssd_bytes / blocks,
         )
@@ -203,7 +211,6 @@ class Ledger:
         share = self.backward_share + self.recompute_share
         return Work(
             flop=share * self.block_forward_flop,
-            elementwise_bytes=self._elementwise(2.0 + self.recompute_share),
             h2d_bytes=self.swap_bytes / blocks,
             read_bytes=self.training.swap_to_ssd_bytes / blocks,
         )
@@ -223,17 +230,10 @@ class Ledger:
             dram_bytes=ADAM_DRAM_BYTES * elements,
         )
 
-    def _elementwise(self, passes: float) -> float:
-        return passes * self.training.elementwise * self.training.tokens * self.model.hidden
-
 
 def scaled(work: Work, share: float) -> Work:
     """Return a share of the work; memory is not scaled."""
-    names = (
-        "read_bytes write_bytes requests h2d_bytes d2h_bytes flop elementwise_bytes dram_bytes "
-        "adam_elements"
-    ).split()
-    return replace(work, **{name: getattr(work, name) * share for name in names})
+    return replace(work, **{name: getattr(work, name) * share for name in AMOUNTS})
 
 
 def work_of(
@@ -243,23 +243,30 @@ def work_of(
     update: str,
     resident: Collection[str] = (),
     resident_gradients: bool = True,
+    requests_per_state: float = 1,
 ) -> list[Work]:
     """Return the work of each operation of a schedule that `ssdtune.plan.generate` wrote.
 
     Args:
-        update: "overlap" or "after", as the schedule was made; "overlap" updates weights while they are
-            still in memory, "after" reads them again.
+        update: "overlap", "after" or "deferred", as the schedule was made; "overlap" updates weights while
+            they are still in memory, the others read them again.
         resident: Stages whose weights and states stay in host memory.
         resident_gradients: Complete gradients wait in host memory, not on SSD.
+        requests_per_state: Transfers that one state of a stage takes.
     """
     return [
-        _operation_work(operation, ledger, update, resident, resident_gradients)
+        _operation_work(operation, ledger, update, resident, resident_gradients, requests_per_state)
         for operation in schedule.operations
     ]
 
 
 def _operation_work(
-    operation: Operation, ledger: Ledger, update: str, resident: Collection[str], in_memory: bool
+    operation: Operation,
+    ledger: Ledger,
+    update: str,
+    resident: Collection[str],
+    in_memory: bool,
+    requests: float,
 ) -> Work:
     stage, training = operation.stage, ledger.training
     weights = ledger.model.stage_parameters(stage)
@@ -270,7 +277,7 @@ def _operation_work(
     gradient = training.gradient_bytes * trained
     match operation.kind:
         case Kind.LOAD if streamed and weights:
-            return Work(read_bytes=training.weight_bytes * weights, requests=1)
+            return Work(read_bytes=training.weight_bytes * weights, requests=requests)
         case Kind.UPLOAD:
             return Work(h2d_bytes=training.weight_bytes * weights)
         case Kind.FORWARD:
@@ -289,16 +296,19 @@ def _operation_work(
             acquired = (("host", gradient),) if in_memory else ()
             return Work(d2h_bytes=gradient, acquires_bytes=acquired)
         case Kind.SAVE_GRADIENT if trained:
-            return Work(write_bytes=gradient, requests=1)
+            return Work(write_bytes=gradient, requests=requests)
         case Kind.UPDATE if trained:
             released = (("host", gradient),) if in_memory else ()
             if not streamed:
                 work = ledger.update(trained, read=0, write=0, requests=0)
             else:
+                # Moments 8, and the lower half of the master or nothing; three states or four are written.
                 states = 10 if training.split_master else 8
-                again = training.weight_bytes if update == "after" else 0
+                again = training.weight_bytes if update != "overlap" else 0
                 waiting = 0 if in_memory else training.gradient_bytes
-                work = ledger.update(trained, read=states + again + waiting, write=12, requests=7)
+                count = 5 + 2 * training.split_master + (again > 0) + (waiting > 0)
+                read = states + again + waiting
+                work = ledger.update(trained, read=read, write=12, requests=count * requests)
             return replace(work, releases_bytes=released)
         case _:
             return Work()

@@ -53,12 +53,14 @@ class Job:
 def weight_slots(ledger: Ledger, device_bytes: int) -> int:
     """Return how many blocks' weights and gradients the device has room for: 2, or 1 if it is full.
 
-    Besides these it holds all activations of the block that is worked on (16 hidden states) and the hidden
-    state and its gradient. With one slot a block's transfers wait for the computation before it.
+    Besides these it holds the embedding and its gradient, and of the block that is worked on all activations
+    (16 hidden states), the hidden state and its gradient, and in the MLP's backward pass the gradients before
+    and after its activation (4 hidden states each). With one slot a block's transfers wait for the computation
+    before it.
     """
     model, training = ledger.model, ledger.training
     hidden_bytes = HALF * training.tokens // training.micro_batches * model.hidden
-    used = 18 * hidden_bytes
+    used = (16 + 2 + 8) * hidden_bytes + 2 * HALF * model.embedding_parameters
     block = 2 * HALF * model.block_parameters
     return 2 if used + 2 * block <= device_bytes else 1
 
@@ -76,18 +78,14 @@ def ratel(ledger: Ledger, hardware: Hardware, *, update: str = "optimized") -> J
 
 def zero_infinity(ledger: Ledger, hardware: Hardware) -> Job:
     """Return ZeRO-Infinity's step: weights, gradients and states on SSD, optimizer phase group by group."""
-    slots = weight_slots(ledger, hardware.device_bytes)
     return _offloaded_step(
-        ledger, slots, update="grouped", weights_on_ssd=True, states_on_ssd=True, gradients_on_ssd=True
+        ledger, 0, update="serial", weights_on_ssd=True, states_on_ssd=True, gradients_on_ssd=True
     )  # fmt: skip
 
 
 def zero_offload(ledger: Ledger, hardware: Hardware) -> Job:
     """Return ZeRO-Offload's step: all states in host memory."""
-    slots = weight_slots(ledger, hardware.device_bytes)
-    return _offloaded_step(
-        ledger, slots, update="serial", weights_on_ssd=False, states_on_ssd=False
-    )
+    return _offloaded_step(ledger, 0, update="serial", weights_on_ssd=False, states_on_ssd=False)
 
 
 def ratel_swap(ledger: Ledger, hardware: Hardware, *, memory_bytes: float, steps: int = 60) -> Ledger:  # fmt: skip
@@ -151,7 +149,8 @@ def _offloaded_step(
     """Write forward, backward, and updates within it or after it.
 
     Weights are read ahead into two host buffers per device slot; a device slot is free once the block that
-    used it has been computed.
+    used it has been computed. With no slots nothing is ahead of or behind the computation: a block's weights
+    are fetched when its turn comes, and its activations and gradient are away before the next one's turn.
     """
     job = Job()
     model = ledger.model
@@ -163,12 +162,15 @@ def _offloaded_step(
     def weights(stage: str, parameters: int) -> int:
         place = len(users)
         # The host buffer is free once its content has gone to the device, the device slot once it was used.
-        host_free = loads[place - 2 * slots] if place >= 2 * slots else None
+        if slots:
+            host_free = loads[place - 2 * slots] if place >= 2 * slots else None
+            device_free = users[place - slots] if place >= slots else None
+        else:
+            host_free = device_free = len(job.work) - 1 if job.work else None
         load: int | None = None
         if weights_on_ssd:
             work = Work(read_bytes=HALF * parameters, requests=MATRICES_PER_BLOCK)
             load = job.add(Lane.SSD_READ, Kind.LOAD, stage, work, (host_free,))
-        device_free = users[place - slots] if place >= slots else None
         upload = job.add(
             Lane.H2D, Kind.UPLOAD, stage, Work(h2d_bytes=HALF * parameters), (load, device_free)
         )
@@ -195,7 +197,7 @@ def _offloaded_step(
         read = STATES + (HALF if gradients_on_ssd else 0)
         num_read = MATRICES_PER_BLOCK * (STATES_PER_UPDATE + gradients_on_ssd)
         num_written = MATRICES_PER_BLOCK * (STATES_PER_UPDATE + 1)
-        if update in ("optimized", "serial"):
+        if update == "optimized":
             work = ledger.update(
                 parameters, read=read, write=STATES + HALF, requests=num_read + num_written
             )
@@ -208,23 +210,36 @@ def _offloaded_step(
         ):
             after = (job.add(Lane.ADAM, Kind.UPDATE, stage, work, after),)
 
+    def compute(kind: Kind, stage: str, work: Work, after: tuple[int | None, ...]) -> int:
+        """Add a block's computation; activations travel beside it or, with no slots, apart from it."""
+        if slots:
+            return job.add(Lane.COMPUTE, kind, stage, work, after)
+        alone = replace(work, h2d_bytes=0, d2h_bytes=0)
+        if kind == Kind.FORWARD:
+            last = job.add(Lane.COMPUTE, kind, stage, alone, after)
+            away = Work(d2h_bytes=work.d2h_bytes)
+            return job.add(Lane.D2H, Kind.SAVE_INPUT, stage, away, (last,))
+        back = Work(h2d_bytes=work.h2d_bytes)
+        here = job.add(Lane.H2D, Kind.LOAD_INPUT, stage, back, after)
+        return job.add(Lane.COMPUTE, kind, stage, alone, (here,))
+
     last = -1
     upload = weights(EMBED, model.embedding_parameters)
     users.append(job.add(Lane.COMPUTE, Kind.ENTRY_FORWARD, EMBED, Work(), (upload,)))
     for stage in blocks:
         upload = weights(stage, model.block_parameters)
-        users.append(job.add(Lane.COMPUTE, Kind.FORWARD, stage, ledger.forward(), (upload,)))
+        users.append(compute(Kind.FORWARD, stage, ledger.forward(), (upload,)))
     # Tied: the matrix is read again as the head.
     upload = weights(HEAD, model.head_parameters)
     users.append(job.add(Lane.COMPUTE, Kind.LOSS, HEAD, ledger.loss(), (upload,)))
     for stage in reversed(blocks):
         upload = weights(stage, model.block_parameters)
-        free = gradients[-slots] if len(gradients) >= slots else None
-        last = job.add(Lane.COMPUTE, Kind.BACKWARD, stage, ledger.backward(), (upload, free))
+        free = gradients[-slots] if slots and len(gradients) >= slots else None
+        last = compute(Kind.BACKWARD, stage, ledger.backward(), (upload, free))
         users.append(last)
         complete(stage, model.block_parameters, last)
     complete(EMBED, model.embedding_parameters, last)
-    if update in ("serial", "grouped"):
+    if update == "serial":
         everything = len(job.work) - 1
         for stage in [EMBED, *blocks]:
             optimize(stage, model.stage_parameters(stage), (everything,))

@@ -1,0 +1,151 @@
+"""Our own schedules on the machines and models of published measurements.
+
+The steps are written by `ssdtune.plan.generate`, as the engine runs them, and simulated with the constants of
+`ssdtune.plan.validate`. `tools/validate_simulator.py` prints the table; `docs/simulator.md` discusses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ssdtune.plan.generate import EMBED, StepShape, block_stage, generate_training_step
+from ssdtune.plan.hardware import Hardware
+from ssdtune.plan.ledger import MATRICES_PER_BLOCK, Ledger, TrainingShape, work_of
+from ssdtune.plan.peers import Job, with_swap
+from ssdtune.plan.validate import ACTIVATION_MEMORY, Constants, Row, predict
+
+STATE_BYTES = 12
+"""Bytes per parameter that a part which stays in memory takes: weights 2, lower half 2, moments 8."""
+MICRO_BATCH_TOKENS = 8192
+
+
+def own_job(
+    ledger: Ledger, *, update: str = "overlap", resident: Sequence[str] = (), slots: int = 2
+) -> Job:
+    """Return one of our steps: full fine-tuning, weights and states on SSD but for resident stages.
+
+    Each state takes as many transfers as Ratel's do, one per matrix, so that a difference in the number of
+    requests plays no part.
+
+    Args:
+        update: "overlap" (no clipping, updates within backward), "after" (exact clipping, updates after
+            backward) or "deferred" (exact clipping, the previous step's updates within forward).
+        slots: For blocks' weights and for their gradients, each.
+    """
+    model, training = ledger.model, ledger.training
+    blocks = [block_stage(number) for number in range(model.num_blocks)]
+    shape = StepShape(
+        num_blocks=model.num_blocks,
+        num_micro_batches=training.micro_batches,
+        tied=model.tied,
+        trained=frozenset([EMBED, *blocks]),
+        block_slots=slots,
+        gradient_slots=slots,
+        update=update,
+        pending=update == "deferred",
+    )
+    schedule = generate_training_step(shape)
+    work = work_of(
+        schedule, ledger, update=update, resident=resident, requests_per_state=MATRICES_PER_BLOCK
+    )
+    return Job(schedule, work)
+
+
+def own_ledger(row: Row, batch: int) -> Ledger:
+    """Return the ledger of our step for a row: fp32 gradients, whole recomputation, small micro-batches."""
+    tokens = batch * row.sequence
+    training = TrainingShape(
+        tokens=tokens,
+        sequence=row.sequence,
+        micro_batches=max(1, tokens // MICRO_BATCH_TOKENS),
+        gradient_bytes=4,
+    )
+    return Ledger(row.model, training)
+
+
+def resident_blocks(ledger: Ledger, hardware: Hardware, *, waiting_gradients: bool) -> list[str]:
+    """Return the blocks that stay in host memory: as many as fit beside activations and gradients, evenly spread."""
+    model = ledger.model
+    room = ACTIVATION_MEMORY * hardware.host_bytes - ledger.swap_bytes
+    buffers = 4 * (2 + ledger.training.gradient_bytes) * model.block_parameters
+    gradients = ledger.training.gradient_bytes * model.parameters if waiting_gradients else 0
+    room -= buffers + gradients + STATE_BYTES * model.embedding_parameters
+    count = int(min(model.num_blocks, max(0.0, room) // (STATE_BYTES * model.block_parameters)))
+    return [block_stage(i * model.num_blocks // count) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of a step for one row.
+
+    Attributes:
+        ratel_s, ratel_published_s: Ratel, simulated and published.
+        streamed_s: Ours without clipping, nothing kept in memory, all activations recomputed.
+        swapped_s: The same with the best volume of activations kept in host memory.
+        cached_s: As `swapped_s`, and blocks kept in host memory as far as there is room.
+        clipped_s: As `streamed_s` with exact clipping: the faster of "after" and "deferred".
+        clipped_cached_s: As `cached_s` with exact clipping.
+        bounds: What is occupied longest in `streamed_s`, `swapped_s` and `cached_s`.
+    """
+
+    row: Row
+    batch: int
+    ratel_s: float
+    ratel_published_s: float
+    streamed_s: float
+    swapped_s: float
+    cached_s: float
+    clipped_s: float
+    clipped_cached_s: float
+    bounds: tuple[str, str, str]
+
+
+def compare(row: Row, constants: Constants | None = None) -> Comparison:
+    """Simulate our steps for a row of Ratel."""
+    constants = constants or Constants()
+    prediction = predict(row, constants)
+    drives = dict(constants.drives).get(row.figure, row.drives or 1)
+    hardware = replace(constants.hardware, num_drives=drives, host_bytes=row.host_bytes)
+    ledger = own_ledger(row, prediction.batch)
+    clipping = ("after", "deferred")
+    volumes = _volumes(ledger, hardware)
+
+    def cached(candidate: Ledger, update: str) -> Job:
+        resident = resident_blocks(candidate, hardware, waiting_gradients=update != "overlap")
+        return own_job(candidate, update=update, resident=resident)
+
+    streamed = own_job(ledger).simulate(hardware)
+    swapped = min(
+        (own_job(candidate).simulate(hardware) for candidate in volumes), key=lambda s: s.step_s
+    )
+    kept = min(
+        (cached(candidate, "overlap").simulate(hardware) for candidate in volumes),
+        key=lambda s: s.step_s,
+    )
+    clipped = [own_job(ledger, update=update).simulate(hardware).step_s for update in clipping]
+    clipped_kept = [
+        cached(candidate, update).simulate(hardware).step_s
+        for candidate in volumes
+        for update in clipping
+    ]
+    return Comparison(
+        row=row,
+        batch=prediction.batch,
+        ratel_s=prediction.predicted_s,
+        ratel_published_s=prediction.published_s,
+        streamed_s=streamed.step_s,
+        swapped_s=swapped.step_s,
+        cached_s=kept.step_s,
+        clipped_s=min(clipped),
+        clipped_cached_s=min(clipped_kept),
+        bounds=(streamed.binding, swapped.binding, kept.binding),
+    )
+
+
+def _volumes(ledger: Ledger, hardware: Hardware, count: int = 8) -> list[Ledger]:
+    """Return the ledger with volumes of swapped activations from the least to all that memory holds."""
+    room = ACTIVATION_MEMORY * hardware.host_bytes
+    low, high = ledger.input_bytes, min(ledger.all_activation_bytes, room)
+    volumes = [low + (high - low) * i / count for i in range(count + 1)]
+    return [ledger, *(with_swap(ledger, volume, room) for volume in volumes[1:])]
