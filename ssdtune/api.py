@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ssdtune.cli.doctor import DoctorReport
     from ssdtune.config.load import Source
+    from ssdtune.hardware.profile import HardwareProfile
 
 
 def finetune(config: Source = None, /, **settings: Any) -> Any:
@@ -43,16 +44,32 @@ def plan(config: Source = None, /, **settings: Any) -> Any:
     return run(load_config(config, settings))
 
 
-def profile(swap_dirs: Sequence[str | os.PathLike[str]] = (), *, quick: bool = False) -> Any:
-    """Measure this machine: drives, memory bandwidth, Adam, compute.
+def profile(
+    swap_dirs: Sequence[str | os.PathLike[str]] = (),
+    *,
+    model: str | None = None,
+    quick: bool = False,
+    path: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    **options: Any,
+) -> HardwareProfile:
+    """Measure this machine: drives, memory bandwidth, Adam, copies to a card, compute.
 
     Args:
         swap_dirs: Folders on the drives to measure; the current folder by default.
+        model: Model folder or config.json whose block is measured; two common shapes by default.
         quick: Shorter and less exact.
+        path: File where the figures are kept; those in it are returned if nothing changed. By default
+            nothing is kept.
+        force: Measure in any case.
+        **options: Others of `ssdtune.hardware.measure.measure`, such as `effort` and `progress`.
     """
-    from ssdtune.hardware.profile import measure
+    from ssdtune.hardware.measure import cached, measure
 
-    return measure([Path(folder) for folder in swap_dirs or ["."]], quick=quick)
+    folders = [Path(folder).expanduser().absolute() for folder in swap_dirs or ["."]]
+    if path is None:
+        return measure(folders, model=model, quick=quick, **options)
+    return cached(folders, Path(path), model=model, quick=quick, force=force, **options)
 
 
 def doctor(swap_dirs: Sequence[str | os.PathLike[str]] = ()) -> DoctorReport:

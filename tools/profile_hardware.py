@@ -1,22 +1,14 @@
-"""Measure this machine and print the figures: python tools/profile_hardware.py [DIRECTORY ...] [--json]."""
+"""Measure this machine and print the figures; the same as `ssdtune profile`, for a checkout that is not installed.
 
-import argparse
-import json
+    python tools/profile_hardware.py [DIRECTORY ...] [--model MODEL] [--quick] [--json] [--force] [--output FILE]
+"""
+
+import sys
 from pathlib import Path
 
-from ssdtune.hardware.profile import DEFAULT_SECONDS, measure
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directories", nargs="*", type=Path, default=[Path()])
-    parser.add_argument("--seconds", type=float, default=DEFAULT_SECONDS)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    args = parser.parse_args()
-    profile = measure(args.directories, seconds=args.seconds, backend=args.backend)
-    print(json.dumps(profile.to_dict(), indent=2) if args.json else profile.text())
-
+from ssdtune.cli.main import main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(["profile", *sys.argv[1:]]))

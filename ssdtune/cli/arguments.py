@@ -108,8 +108,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "profile", "measure drives, memory, Adam and compute, and keep the result", "[DIR ...]"
     )
     profile.add_argument("swap_dir", nargs="*", metavar="DIR", help="folders on drives to measure")
-    profile.add_argument("--output", metavar="FILE", help="profile file to write")
-    profile.add_argument("--quick", action="store_true", help="shorter and less exact")
+    _add_profile_flags(profile)
     doctor = command(
         "doctor", "say what works on this machine; exit code 3: not usable", "[DIR ...]"
     )
@@ -134,6 +133,28 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     demo.add_argument("--demo-dir", default="demo", metavar="DIR", help="(default: demo)")
     add_settings(demo)
     return parser, commands
+
+
+def _add_profile_flags(profile: Parser) -> None:
+    profile.add_argument(
+        "--model", metavar="MODEL", help="folder or config.json whose block is measured too"
+    )
+    profile.add_argument(
+        "--output", metavar="FILE", help="profile file (default: in the user's cache folder)"
+    )
+    profile.add_argument("--force", action="store_true", help="measure even if nothing changed")
+    profile.add_argument("--quick", action="store_true", help="shorter and less exact")
+    profile.add_argument(
+        "--drive-seconds",
+        type=float,
+        metavar="S",
+        help="time for each drive (default: 25; quick: 3)",
+    )
+    profile.add_argument(
+        "--largest-file",
+        metavar="SIZE",
+        help="most space that is used for measuring (default: 16GiB, and a tenth of what is free)",
+    )
 
 
 def _add_try_commands(command: Any) -> None:

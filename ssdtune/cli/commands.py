@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 from ssdtune import api
 from ssdtune.cli.arguments import settings_from
@@ -21,13 +19,6 @@ from ssdtune.errors import ConfigError
 ANSWER_IS_NO = 3
 
 logger = logging.getLogger(__name__)
-
-
-def profile_path() -> Path:
-    """Return where the figures of this machine are kept: in the user's cache folder."""
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ssdtune/profile.json"
-    )
 
 
 def finetune(args: argparse.Namespace) -> int:
@@ -57,13 +48,10 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def profile(args: argparse.Namespace) -> int:
-    """Measure this machine and print the figures."""
-    from ssdtune.hardware.profile import save
+    """Measure this machine, or take what was measured before, and print the figures."""
+    from ssdtune.cli.profile_command import run
 
-    result = api.profile(args.swap_dir, quick=args.quick)
-    path = Path(args.output) if args.output else profile_path()
-    save(result, path)
-    logger.info("The figures are kept in %s.", path)
+    result = run(args)
     if args.json:
         print_json(result.to_dict())
     else:

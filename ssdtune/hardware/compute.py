@@ -1,7 +1,8 @@
-"""How fast memory is copied, AdamW updates parameters, and matrices are multiplied on this machine.
+"""How fast memory is copied and AdamW updates parameters, by number of threads.
 
 Every figure is the best of several repetitions: other programs only ever make it slower. Sizes exceed the
-caches but not the memory that is free. torch is imported when a figure needs it.
+caches but not the memory that is free. torch is imported when a figure needs it. AdamW while the drives are busy:
+`ssdtune.hardware.contention`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
-from ssdtune.hardware.drives import Clock
+from ssdtune.hardware.figures import AdamPoint, MemoryPoint
 from ssdtune.hardware.memory import available_host_memory
+from ssdtune.hardware.stream import Clock
 from ssdtune.units import MIB
 
 _ADAM_BYTES = 16
@@ -26,95 +29,106 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def memory_bandwidth(*, seconds: float, clock: Clock = time.perf_counter) -> float:
-    """Return the bytes per second of copying memory with all cores: each byte read and written counts two."""
-    size = _working_set(256 * MIB) // 2
-    source = np.ones(size, np.uint8)
-    target = np.zeros(size, np.uint8)
+def thread_counts() -> list[int]:
+    """Return powers of two up to the number of cores, and that number."""
     cores = num_cores()
-    pieces = [slice(i * size // cores, (i + 1) * size // cores) for i in range(cores)]
-    with ThreadPoolExecutor(cores) as pool:
-
-        def copy() -> None:
-            list(pool.map(lambda piece: np.copyto(target[piece], source[piece]), pieces))
-
-        return 2 * size / _best_time(copy, seconds, clock)
+    return sorted({1 << i for i in range(cores.bit_length())} | {cores})
 
 
-def adam_rates(*, seconds: float, clock: Clock = time.perf_counter) -> dict[str, float]:
-    """Return parameters per second of AdamW on split masters, by number of threads."""
+def measure_memory(
+    *, seconds: float, memory_bytes: int = 256 * MIB, clock: Clock = time.perf_counter
+) -> tuple[MemoryPoint, ...]:
+    """Measure copying memory and adding scaled arrays (`a = b + s * c`), by threads."""
     import torch
 
-    from ssdtune.optim.adamw import adamw_, split_master
+    size = working_set(memory_bytes) // 3 // 4
+    a, b, c = (np.full(size, value, np.float32) for value in (0, 1, 2))
+    tensors = [torch.from_numpy(array) for array in (a, b, c)]
+    counts = thread_counts()
+    share = seconds / len(counts) / 2
+    before = torch.get_num_threads()
+    points = []
+    try:
+        for threads in counts:
+            pieces = [slice(i * size // threads, (i + 1) * size // threads) for i in range(threads)]
+            torch.set_num_threads(threads)
 
-    size = _working_set(128 * MIB) // _ADAM_BYTES
-    grad = torch.full((size,), 1e-3)
-    high, low = split_master(torch.full((size,), 1e-2))
-    exp_avg, exp_avg_sq = torch.zeros(size), torch.zeros(size)
-    counts = sorted({1 << i for i in range(num_cores().bit_length())} | {num_cores()})
-    rates = {}
-    for threads in [count for count in counts if count <= num_cores()]:
+            def triad() -> None:
+                torch.add(tensors[1], tensors[2], alpha=3.0, out=tensors[0])
 
-        def update(threads: int = threads) -> None:
-            adamw_(
-                high, low, exp_avg, exp_avg_sq, grad, step=1, lr=1e-5, beta1=0.9, beta2=0.999,
-                eps=1e-8, weight_decay=0.0, threads=threads,
-            )  # fmt: skip
+            with ThreadPoolExecutor(threads) as pool:
 
-        rates[str(threads)] = size / _best_time(update, seconds / len(counts), clock)
-    return rates
+                def copy(pool: Any = pool, pieces: Any = pieces) -> None:
+                    list(pool.map(lambda piece: np.copyto(a[piece], b[piece]), pieces))
 
-
-def matmul_rates(
-    *, seconds: float, clock: Clock = time.perf_counter
-) -> dict[str, dict[str, float]]:
-    """Return FLOP per second of a linear layer's three products, by device ("cpu", "cuda:0") and dtype.
-
-    The products of the backward pass count too: where a processor lacks bf16 instructions they are many
-    times slower than that of the forward pass.
-    """
-    import torch
-
-    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    share = seconds / (len(devices) * len(dtypes))
-    return {
-        device: {name: _matmul_rate(device, dtype, share, clock) for name, dtype in dtypes.items()}
-        for device in devices
-    }
+                copied = 8 * size / best_time(copy, share, clock)
+            added = 12 * size / best_time(triad, share, clock)
+            points.append(
+                MemoryPoint(threads=threads, copy_bytes_per_s=copied, triad_bytes_per_s=added)
+            )
+    finally:
+        torch.set_num_threads(before)
+    return tuple(points)
 
 
-def _matmul_rate(device: str, dtype: object, seconds: float, clock: Clock) -> float:
-    """Grow the matrices while there is time, so that a slow form does not take minutes."""
-    import torch
+class AdamWork:
+    """AdamW on split masters, on arrays of its own that are larger than the caches."""
 
-    rate, last = 0.0, 0.0
-    for n in (256, 512, 1024, 2048, 4096):
-        flop = 3 * 2 * n**3
-        if 8 * last > seconds:
-            break
-        weight, x = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
+    def __init__(self, memory_bytes: int = 256 * MIB) -> None:
+        import torch
 
-        def products(weight: torch.Tensor = weight, x: torch.Tensor = x) -> None:
-            x @ weight.T  # forward
-            x @ weight  # gradient of the input
-            x.T @ x  # gradient of the weight
-            if device != "cpu":
-                torch.cuda.synchronize(device)
+        from ssdtune.optim.adamw import split_master
 
-        last = _best_time(products, seconds / 8, clock)
-        rate = max(rate, flop / last)
-    return rate
+        self.size = working_set(memory_bytes) // _ADAM_BYTES
+        self._grad = torch.full((self.size,), 1e-3)
+        self._high, self._low = split_master(torch.full((self.size,), 1e-2))
+        self._exp_avg, self._exp_avg_sq = torch.zeros(self.size), torch.zeros(self.size)
+
+    def update(self, threads: int, form: str | None = None, size: int | None = None) -> None:
+        """Update all parameters, or the first `size`, once."""
+        from ssdtune.optim.adamw import adamw_
+
+        cut = slice(0, size or self.size)
+        adamw_(
+            self._high[cut], self._low[cut], self._exp_avg[cut], self._exp_avg_sq[cut], self._grad[cut],
+            step=1, lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, threads=threads, form=form,
+        )  # fmt: skip
 
 
-def _working_set(wanted: int) -> int:
+def measure_adam(
+    *, seconds: float, work: AdamWork | None = None, clock: Clock = time.perf_counter
+) -> tuple[AdamPoint, ...]:
+    """Measure the fastest form of AdamW by number of threads, and the others with all cores."""
+    from ssdtune.optim.adamw import forms
+
+    work = work or AdamWork()
+    settings = [(forms()[0], threads) for threads in thread_counts()]
+    settings += [(form, num_cores()) for form in forms()[1:]]
+    points = []
+    for form, threads in settings:
+        size = (
+            work.size // 8 if form == "numpy" else work.size
+        )  # many times slower, and on one core
+        threads = 1 if form == "numpy" else threads
+        taken = best_time(
+            lambda f=form, t=threads, n=size: work.update(t, f, n),  # type: ignore[misc]
+            seconds / len(settings),
+            clock,
+        )
+        points.append(AdamPoint(form=form, threads=threads, parameters_per_s=size / taken))
+    return tuple(points)
+
+
+def working_set(wanted: int) -> int:
+    """Return so many bytes, or fewer where little memory is free."""
     return min(wanted, available_host_memory().bytes // 8) // MIB * MIB or MIB
 
 
-def _best_time(work: Callable[[], None], seconds: float, clock: Clock) -> float:
-    """Return the shortest of as many repetitions as fit into the time, at least two, the first not counted."""
+def best_time(work: Callable[[], None], seconds: float, clock: Clock) -> float:
+    """Return the shortest of as many repetitions as fit into the time, at least one, the first not counted."""
+    start = clock()
     work()
-    best, start = float("inf"), clock()
+    best = float("inf")
     while True:
         before = clock()
         work()

@@ -1,79 +1,73 @@
-"""How fast the drive under a directory reads and writes, measured with real direct I/O through a backend.
+"""How fast the drive under a directory reads and writes: by settings, in bursts, and for as long as it holds.
 
-The file that is measured on has no name: it is unlinked as soon as it is open, so nothing is left behind
-whatever happens. It takes no more than a tenth of the free space. Data is random, because some drives and
-file systems compress.
+First all settings are tried for a moment each with the best backend, and a few with the others; then the best ones
+again, in turns, because a moment can be unlucky; then the chosen settings for longer, reading, writing and both in
+turns. `ssdtune.hardware.stream` moves the bytes, `ssdtune.hardware.place` knows what needs no measuring.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from ssdtune.errors import ConfigError, StorageError
-from ssdtune.io.backend import Backend, File, Ticket
-from ssdtune.io.buffers import Buffer
+from ssdtune.errors import BackendUnavailableError, StorageError
+from ssdtune.hardware.effort import Effort
+from ssdtune.hardware.figures import DirectoryProfile, IoPoint, TogetherProfile
+from ssdtune.hardware.memory import available_host_memory
+from ssdtune.hardware.place import (
+    IN_MEMORY,
+    drives_of,
+    existing_parent,
+    has_reflink,
+    mount_of,
+    warnings_for,
+)
+from ssdtune.hardware.stream import SMALLEST_FILE_BYTES, Bench, Clock, Moved
 from ssdtune.units import MIB, format_disk
 
-CHUNK_BYTES = 8 * MIB
-CHUNKS_IN_FLIGHT = 4
-SMALLEST_FILE_BYTES = CHUNKS_IN_FLIGHT * 2 * CHUNK_BYTES
-LARGEST_FILE_BYTES = 2048 * MIB
-FREE_SHARE = 10
-"""The file takes at most the free space divided by this."""
+KINDS = ("read", "write", "mixed")
+FEW_SETTINGS = ((1 * MIB, 16), (4 * MIB, 4))
+"""What the backends that are not the best are tried with: request size and queue depth."""
+LARGEST_IN_FLIGHT_BYTES = 64 * MIB
+"""Settings with more under way are not tried: that memory is better used otherwise."""
+AS_GOOD = 0.97
+"""Smaller requests and queues are taken if they reach this share of the best; they need less memory."""
+CLEARLY_FASTER = 1.3
+"""A burst so much faster than what holds comes from a cache."""
+LARGEST_IN_MEMORY_BYTES = 256 * MIB
 
-Clock = Callable[[], float]
+_SHARES = {
+    "fill": 0.17,
+    "grid": 0.42,
+    "others": 0.06,
+    "again": 0.08,
+    "sustained": 0.25,
+    "hot": 0.02,
+}
+_ROUNDS = 3
 
-
-@dataclass(frozen=True)
-class DirectoryProfile:
-    """A directory's drive.
-
-    Attributes:
-        path: The directory.
-        file_system: Kind, such as "ext4".
-        device: What is mounted there, such as "/dev/nvme0n1p2".
-        free_bytes: Space that an ordinary user may still take.
-        direct: Direct I/O works; if not, rates include copies through the page cache.
-        read_bytes_per_s, write_bytes_per_s: Sequential rates; 0 if not measured.
-        mixed_bytes_per_s: Sum of both directions when reads and writes alternate.
-        file_bytes: Size of the file that was measured on.
-        problem: Why nothing was measured; empty if it was.
-    """
-
-    path: str
-    file_system: str
-    device: str
-    free_bytes: int
-    direct: bool = False
-    read_bytes_per_s: float = 0.0
-    write_bytes_per_s: float = 0.0
-    mixed_bytes_per_s: float = 0.0
-    file_bytes: int = 0
-    problem: str = ""
+Say = Callable[[str], None]
 
 
-def measure_directory(
-    directory: Path,
-    backend: Backend,
-    *,
-    seconds: float,
-    direct: bool = True,
-    clock: Clock = time.perf_counter,
-) -> DirectoryProfile:
-    """Measure the drive under a directory; one that does not exist yet is measured at its nearest parent.
+def silent(text: str) -> None:
+    """Say nothing."""
 
-    Args:
-        backend: Moves the bytes; stays open.
-        seconds: About how long it takes: a quarter each for filling, writing, reading and both at once.
+
+@contextlib.contextmanager
+def open_bench(
+    directory: Path, effort: Effort, *, direct: bool, clock: Clock
+) -> Iterator[tuple[DirectoryProfile, Bench | None]]:
+    """Look at a directory and open a file there; one that does not exist yet stands for its nearest parent.
+
+    Yields:
+        What is known without measuring, and the file; None if there is too little space, which `problem` tells.
 
     Raises:
         ConfigError: No file can be made there.
@@ -82,129 +76,206 @@ def measure_directory(
     file_system, device = mount_of(place)
     figures = os.statvfs(place)
     free_bytes = figures.f_bavail * figures.f_frsize
-    facts = (str(directory), file_system, device, free_bytes)
-    file_bytes = min(LARGEST_FILE_BYTES, free_bytes // FREE_SHARE) // CHUNK_BYTES * CHUNK_BYTES
-    if file_bytes < SMALLEST_FILE_BYTES:
-        needed = format_disk(SMALLEST_FILE_BYTES * FREE_SHARE)
-        return DirectoryProfile(
-            *facts, problem=f"only {format_disk(free_bytes)} are free; measuring needs {needed}"
+    drives = drives_of(place)
+    known = DirectoryProfile(
+        path=str(directory),
+        file_system=file_system,
+        device=device,
+        free_bytes=free_bytes,
+        total_bytes=figures.f_blocks * figures.f_frsize,
+        drives=drives,
+        warnings=warnings_for(place, file_system, drives),
+    )
+    if free_bytes * effort.free_share < SMALLEST_FILE_BYTES:
+        needed = format_disk(SMALLEST_FILE_BYTES / effort.free_share)
+        problem = (
+            f"only {format_disk(free_bytes)} are free; measuring needs {needed}. Free space there."
         )
-    file = _open_nameless(place, backend, direct)
+        yield replace(known, problem=problem), None
+        return
+    memory_bytes = min(320 * MIB, available_host_memory().bytes // 8)
+    with Bench(place, direct=direct, memory_bytes=memory_bytes, clock=clock) as bench:
+        yield replace(known, reflink=has_reflink(place)), bench
+
+
+def measure_bench(
+    known: DirectoryProfile,
+    bench: Bench,
+    effort: Effort,
+    *,
+    seconds: float,
+    backends: Sequence[str],
+    say: Say = silent,
+) -> DirectoryProfile:
+    """Measure the drive under an opened file.
+
+    Args:
+        known: What is known of the directory already.
+        seconds: Time for all of it.
+        backends: Those that work, the best first.
+        say: Told what is being done.
+
+    Returns:
+        `known` with all figures; with `problem` if the drive failed or a quota is reached.
+    """
+    limit = min(effort.largest_file_bytes, int(known.free_bytes * effort.free_share))
+    if known.file_system in IN_MEMORY:
+        limit = min(limit, LARGEST_IN_MEMORY_BYTES)
     try:
-        rates = _Rates(backend, file, seconds / 4, clock)
-        try:
-            size = rates.fill(file_bytes)
-            write = rates.write(size)
-            read = rates.read(size)
-            mixed = rates.mixed(size)
-        finally:
-            rates.drain()
+        say(f"{known.path}: filling a file")
+        filled = bench.fill(limit, seconds * _SHARES["fill"], backend=backends[0])
+        points = _try_settings(
+            bench, effort, seconds, backends, lambda text: say(f"{known.path}: {text}")
+        )
+        best = _best_again(bench, points, seconds * _SHARES["again"])
+        say(f"{known.path}: rates that hold")
+        found = _sustained(bench, best, seconds, filled)
     except StorageError as error:  # a quota, or a drive that is failing: said, not hidden
-        return DirectoryProfile(*facts, direct=file.direct, problem=str(error))
-    finally:
-        backend.close_file(file)
-    return DirectoryProfile(*facts, file.direct, read, write, mixed, size)
-
-
-def existing_parent(path: Path) -> Path:
-    """Return the path with links resolved, or its nearest parent that exists."""
-    path = Path(os.path.realpath(path.expanduser()))
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def mount_of(path: Path) -> tuple[str, str]:
-    """Return kind of the file system and what is mounted, by the longest mount point above the path."""
-    best, found = -1, ("unknown", "unknown")
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        point = Path(left.split(" ")[4].replace("\\040", " "))
-        if path.is_relative_to(point) and len(point.parts) >= best:
-            kind, source = right.split(" ")[:2]
-            best, found = len(point.parts), (kind, source)
-    return found
-
-
-def _open_nameless(place: Path, backend: Backend, direct: bool) -> File:
-    path = place / f".ssdtune-profile-{secrets.token_hex(8)}"
-    try:
-        return backend.open(path, writable=True, create=True, direct=direct)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot measure {place}: {os.strerror(error.errno or 0).lower()}. Name a directory on the drive "
-            "that you may write to."
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-class _Rates:
-    """Runs the phases on one open file; keeps `CHUNKS_IN_FLIGHT` transfers under way."""
-
-    def __init__(self, backend: Backend, file: File, seconds: float, clock: Clock) -> None:
-        self.backend = backend
-        self.file = file
-        self.seconds = seconds
-        self.clock = clock
-        self.pending: deque[Ticket] = deque()
-        self.submitted = 0
-        self.buffers = [Buffer(CHUNK_BYTES) for _ in range(CHUNKS_IN_FLIGHT)]
-        random = np.random.default_rng()
-        for buffer in self.buffers:
-            buffer.view[:] = random.bytes(CHUNK_BYTES)
-
-    def fill(self, limit: int) -> int:
-        """Write the file for the first time, which allocates its blocks; return how far it got."""
-        size = 0
-        start = self.clock()
-        while size < limit and (size < SMALLEST_FILE_BYTES or self.clock() - start < self.seconds):
-            self._submit(self.backend.write, size)
-            size += CHUNK_BYTES
-        self.drain()
-        self.backend.sync([self.file])
-        return size
-
-    def write(self, size: int) -> float:
-        """Return the rate of writing over what is there, up to durability."""
-        return self._run(size, lambda number: self.backend.write, sync=True)
-
-    def read(self, size: int) -> float:
-        """Return the rate of reading."""
-        return self._run(size, lambda number: self.backend.read)
-
-    def mixed(self, size: int) -> float:
-        """Return the rate of both directions together, one chunk read for each one written."""
-        return self._run(
-            size, lambda number: self.backend.write if number % 2 else self.backend.read, sync=True
+        return replace(
+            known, direct=bench.direct, problem=str(error), written_bytes=bench.written_bytes
         )
+    return replace(
+        known,
+        direct=bench.direct,
+        points=tuple(points),
+        file_bytes=bench.size,
+        written_bytes=bench.written_bytes,
+        backend=best.backend,
+        request_bytes=best.request_bytes,
+        queue_depth=best.queue_depth,
+        **found,
+    )
 
-    def drain(self) -> None:
-        """Wait for what is under way."""
-        while self.pending:
-            self.pending.popleft().wait()
 
-    def _run(
-        self, size: int, operation: Callable[[int], Callable[..., Ticket]], *, sync: bool = False
-    ) -> float:
-        start = self.clock()
-        number = 0
-        while number < CHUNKS_IN_FLIGHT or self.clock() - start < self.seconds:
-            self._submit(operation(number), number * CHUNK_BYTES % size)
-            number += 1
-        self.drain()
-        if sync:
-            self.backend.sync([self.file])
-        return number * CHUNK_BYTES / max(self.clock() - start, 1e-9)
+def measure_together(
+    benches: Sequence[tuple[DirectoryProfile, Bench]], *, seconds: float
+) -> TogetherProfile:
+    """Measure several file systems at once, each with its best settings.
 
-    def _submit(self, operation: Callable[..., Ticket], offset: int) -> None:
-        if len(self.pending) == CHUNKS_IN_FLIGHT:
-            self.pending.popleft().wait()
-        buffer = self.buffers[self.submitted % CHUNKS_IN_FLIGHT]  # its last transfer is over
-        self.submitted += 1
-        self.pending.append(operation(self.file, offset, buffer.view))
+    Raises:
+        StorageError: A drive failed.
+    """
+    with contextlib.ExitStack() as stack:
+        streams = [
+            stack.enter_context(bench.stream(p.backend, p.request_bytes, p.queue_depth))
+            for p, bench in benches
+        ]
+        rates = {}
+        for kind in KINDS:
+            moved = _at_once([partial(stream.run, kind, seconds / 3) for stream in streams])
+            rates[f"{kind}_bytes_per_s"] = sum(run.rate for run in moved)
+    return TogetherProfile(num_file_systems=len(benches), **rates)
+
+
+def _at_once(runs: Sequence[Callable[[], Moved]]) -> list[Moved]:
+    results: dict[int, Moved | BaseException] = {}
+
+    def work(number: int) -> None:
+        try:
+            results[number] = runs[number]()
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    moved = []
+    for number in range(len(runs)):
+        result = results[number]
+        if isinstance(result, BaseException):
+            raise result
+        moved.append(result)
+    return moved
+
+
+def _try_settings(
+    bench: Bench, effort: Effort, seconds: float, backends: Sequence[str], say: Say
+) -> list[IoPoint]:
+    """Try settings for a moment each; those for which no time is left are missing, but one of each backend."""
+    best, *others = backends
+    grid = [
+        (best, size, depth)
+        for size in effort.request_bytes
+        for depth in effort.queue_depths
+        if size * depth <= LARGEST_IN_FLIGHT_BYTES
+    ]
+    few = [(name, *setting) for setting in FEW_SETTINGS for name in others]
+    points: list[IoPoint] = []
+    for settings, share in ((grid, _SHARES["grid"]), (few, _SHARES["others"])):
+        end = bench.clock() + seconds * share
+        for number, (backend, request_bytes, depth) in enumerate(settings):
+            left = end - bench.clock()
+            if left <= 0 and any(point.backend == backend for point in points):
+                continue
+            say(f"{backend}, requests of {request_bytes >> 10} KiB, {depth} in flight")
+            each = max(left, 0.0) / (len(settings) - number) / len(KINDS)
+            try:
+                points.append(measure_point(bench, backend, request_bytes, depth, seconds=each))
+            except BackendUnavailableError:  # its kernel resources are in use at the moment
+                if len(backends) == 1:
+                    raise
+    return points
+
+
+def measure_point(
+    bench: Bench, backend: str, request_bytes: int, queue_depth: int, *, seconds: float
+) -> IoPoint:
+    """Measure one backend with one pair of settings, `seconds` for each of reading, writing and both."""
+    with bench.stream(backend, request_bytes, queue_depth) as stream:
+        rates = {f"{kind}_bytes_per_s": stream.run(kind, seconds).rate for kind in KINDS}
+        name = stream.backend.name
+    return IoPoint(backend=name, request_bytes=request_bytes, queue_depth=queue_depth, **rates)
+
+
+def score(point: IoPoint) -> float:
+    """Return one figure for a setting: bytes per second where a third each is read, written, and both."""
+    rates = (point.read_bytes_per_s, point.write_bytes_per_s, point.mixed_bytes_per_s)
+    return statistics.harmonic_mean(rates) if min(rates) > 0 else 0.0
+
+
+def _best_again(bench: Bench, points: list[IoPoint], seconds: float) -> IoPoint:
+    """Measure the best settings again, in turns, and return the smallest of those that are as good."""
+    finalists = sorted(points, key=score, reverse=True)[:4]
+    scores: dict[IoPoint, list[float]] = {point: [score(point)] for point in finalists}
+    each = seconds / (len(finalists) * 2 * len(KINDS))
+    for _ in range(2):
+        for point in finalists:
+            again = measure_point(
+                bench, point.backend, point.request_bytes, point.queue_depth, seconds=each
+            )
+            scores[point].append(score(again))
+    medians = {point: statistics.median(found) for point, found in scores.items()}
+    enough = AS_GOOD * max(medians.values())
+    return min(
+        (point for point in finalists if medians[point] >= enough),
+        key=lambda point: (point.request_bytes * point.queue_depth, point.request_bytes),
+    )
+
+
+def _sustained(bench: Bench, best: IoPoint, seconds: float, filled: Moved) -> dict[str, Any]:
+    each = seconds * _SHARES["sustained"] / (_ROUNDS * len(KINDS))
+    runs: dict[str, list[Moved]] = {kind: [] for kind in KINDS}
+    with bench.stream(best.backend, best.request_bytes, best.queue_depth) as stream:
+        for _ in range(_ROUNDS):
+            for kind in KINDS:
+                runs[kind].append(stream.run(kind, each, sync=True))
+        small = max(bench.size // 64, SMALLEST_FILE_BYTES)
+        stream.run("read", 0, within=small, at_least=small)
+        hot = stream.run("read", seconds * _SHARES["hot"], within=small)
+    rates = {kind: statistics.median(run.rate for run in found) for kind, found in runs.items()}
+    bursts = {
+        "read": hot.rate,
+        "write": max(_burst(run) for run in (filled, *runs["write"])),
+    }
+    return {
+        **{f"{kind}_bytes_per_s": rate for kind, rate in rates.items()},
+        **{f"{kind}_burst_bytes_per_s": burst for kind, burst in bursts.items()},
+        "caches": tuple(k for k, burst in bursts.items() if burst > CLEARLY_FASTER * rates[k]),
+    }
+
+
+def _burst(run: Moved) -> float:
+    """Return the rate of a run's first quarter: a cache is empty at the start, if ever."""
+    return run.rate_between(0.0, 0.25) if len(run.marks) >= 16 else run.rate

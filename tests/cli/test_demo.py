@@ -9,13 +9,14 @@ from ssdtune.cli.main import main
 from ssdtune.config.load import load_config
 from ssdtune.demo import EVAL_FILE
 from ssdtune.errors import MismatchError, SsdtuneError
+from tests.hardware.tiny import TINY
 
 SHORT = ["--max-steps", "4", "--warmup-steps", "0", "--dtype", "fp32"]
 
 
 @pytest.mark.timeout(300)  # everything, twice
 def test_the_demo_works_and_works_again(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("ssdtune.hardware.profile.QUICK_SECONDS", 0.2)
+    monkeypatch.setattr("ssdtune.hardware.measure.QUICK", TINY)
     monkeypatch.setattr(demo_command, "_NEW_TOKENS", 8)
     folder = tmp_path / "de mo"
     for _ in range(2):

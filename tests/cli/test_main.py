@@ -12,6 +12,7 @@ from ssdtune import errors
 from ssdtune.cli import arguments, commands
 from ssdtune.cli.main import main
 from ssdtune.config.leaves import all_leaves
+from tests.hardware.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
 
@@ -204,7 +205,7 @@ def test_data_shows_rows_and_prints_one_json_document(tmp_path, capsys):
 
 
 def test_profile_is_kept_where_it_is_asked_for(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("ssdtune.hardware.profile.QUICK_SECONDS", 0.2)
+    monkeypatch.setattr("ssdtune.hardware.measure.QUICK", TINY)
     path = tmp_path / "deep" / "profile.json"
     assert main(["profile", str(tmp_path), "--quick", "--json", "--output", str(path)]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -1,24 +1,26 @@
-"""The whole profile, taken for real in a fraction of a second, and kept until the machine changes."""
+"""The whole profile, taken for real with the least effort, kept until the machine changes, and put into words."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ssdtune.errors import StorageError
-from ssdtune.hardware.profile import (
-    HardwareProfile,
-    cached,
-    describe_machine,
-    load,
-    machine_id,
-    measure,
-    save,
-)
+import ssdtune
+from ssdtune.errors import ConfigError, FormatError, StorageError
+from ssdtune.hardware.effort import FULL, QUICK
+from ssdtune.hardware.figures import BlockPoint, BlockProfile, Contention, CopyPoint
+from ssdtune.hardware.limits import limits, sentences
+from ssdtune.hardware.machine import describe_machine, machine_id
+from ssdtune.hardware.measure import cached, measure
+from ssdtune.hardware.profile import HardwareProfile, read_profile, save
+from tests.hardware.tiny import TINY
 
 
 @pytest.fixture(scope="module")
@@ -26,106 +28,306 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("drive")
 
 
+SAID: list[tuple[str, float]] = []
+
+
 @pytest.fixture(scope="module")
 def profile(folder: Path) -> HardwareProfile:
-    return measure([folder, folder / "later"], seconds=0.1, backend="python")
+    SAID.clear()
+    return measure(
+        [folder, folder / "later"],
+        effort=TINY,
+        backend="python",
+        device="cpu",
+        progress=lambda text, share: SAID.append((text, share)),
+    )
+
+
+@pytest.fixture
+def never_measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("measured anew")
+
+    monkeypatch.setattr("ssdtune.hardware.measure.measure", fail)
+    yield
 
 
 def test_every_figure_is_there(profile: HardwareProfile, folder: Path) -> None:
     first, second = profile.directories
     assert second == replace(first, path=str(folder / "later"))  # one file system, measured once
-    assert (
-        first.read_bytes_per_s > 0 and first.write_bytes_per_s > 0 and first.mixed_bytes_per_s > 0
+    assert first.backend == "python" and profile.backends["python"] == ""
+    assert profile.together is not None and profile.together.num_file_systems == 1
+    assert profile.memory[0].threads == 1
+    assert all(
+        point.copy_bytes_per_s > 0 and point.triad_bytes_per_s > 0 for point in profile.memory
     )
-    assert profile.backend == "python" and profile.backends["python"] == ""
-    assert profile.memory_bytes_per_s > 0
-    assert profile.adam_parameters_per_s["1"] > 0
-    assert set(profile.matmul_flop_per_s["cpu"]) == {"fp32", "bf16"}
-    assert min(profile.matmul_flop_per_s["cpu"].values()) > 0
+    assert {point.form for point in profile.adam} >= {"numpy"}
+    assert profile.contention is not None
+    assert profile.copies == ()  # host memory is used in place
+    (block,) = profile.blocks
+    assert (block.shape, block.device) == ("llama, hidden 768", "cpu")
+    assert block.parameters == block.active_parameters == 4 * 768**2 + 3 * 768 * 2048 + 2 * 768
+    assert {point.dtype for point in block.points} == {"fp32", "bf16"}
+    assert "fp32" in profile.compute_dtypes
+    assert profile.seconds > 0 and profile.effort == TINY.name
     assert list(folder.iterdir()) == []
 
 
-def test_round_trip_through_json(profile: HardwareProfile, tmp_path: Path) -> None:
-    values = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
-    assert HardwareProfile.from_dict({**values, "key of a later version": 1}) == profile
-    path = tmp_path / "a folder" / "profile.json"
-    save(profile, path)
-    assert load(path) == profile
-    assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
+def test_progress_goes_from_0_to_1(profile: HardwareProfile) -> None:
+    shares = [share for _, share in SAID]
+    assert shares == sorted(shares) and 0 <= shares[0] < 0.5 and SAID[-1] == ("done", 1.0)
+    told = " ".join(text for text, _ in SAID)
+    for part in ("filling", "AdamW and drives at once", "memory", "block (llama, hidden 768)"):
+        assert part in told
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 99}', '"x"', "\x00"])
-def test_damaged_files_are_no_profile(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(text)
-    assert load(path) is None
-    assert load(tmp_path / "missing.json") is None
+def test_the_planned_times_keep_to_the_promises() -> None:
+    assert FULL.total_s + FULL.together_s < 100
+    assert QUICK.total_s < 7
 
 
-def test_table(profile: HardwareProfile, folder: Path) -> None:
+def test_rates(profile: HardwareProfile) -> None:
+    rates = profile.rates()
+    assert profile.together is not None
+    assert rates.read_bytes_per_s == profile.together.read_bytes_per_s
+    assert rates.adam_parameters_per_s == max(p.parameters_per_s for p in profile.adam)
+    assert 0 < rates.adam_with_io_parameters_per_s <= rates.adam_parameters_per_s
+    assert 0 < rates.io_with_adam_bytes_per_s <= rates.mixed_bytes_per_s
+    assert rates.h2d_bytes_per_s is rates.d2h_bytes_per_s is rates.both_bytes_per_s is None
+    assert set(rates.forward_flop_per_s) == set(rates.backward_flop_per_s) == {"fp32", "bf16"}
+    bare = replace(
+        profile, directories=(), together=None, contention=None, blocks=(), adam=(), memory=()
+    )
+    assert bare.rates().mixed_bytes_per_s == bare.rates().adam_with_io_parameters_per_s == 0
+    assert sentences(bare) == []
+    assert bare.text()
+
+
+def a_machine(profile: HardwareProfile) -> HardwareProfile:
+    """Return a machine with round figures and a card."""
+    point = BlockPoint(
+        dtype="bf16", sequences=4, sequence=512, forward_s=1.0, backward_s=4.0, forward_flop=100e12
+    )
+    block = BlockProfile(
+        shape="x", digest="x", device="cuda:0", parameters=10, active_parameters=10, hidden_size=1,
+        points=(replace(point, sequences=1, forward_s=9.0), point),
+    )  # fmt: skip
+    assert profile.together is not None
+    return replace(
+        profile,
+        together=replace(profile.together, mixed_bytes_per_s=2.6e9),
+        adam=(replace(profile.adam[0], parameters_per_s=1e9),),
+        memory=(replace(profile.memory[0], copy_bytes_per_s=64e9),),
+        contention=Contention(
+            threads=8, adam_parameters_per_s=2.0, adam_with_io_parameters_per_s=1.0,
+            io_bytes_per_s=10.0, io_with_adam_bytes_per_s=10.0,
+        ),
+        copies=tuple(
+            CopyPoint(device="cuda:0", pinned=pinned, direction=direction, bytes_per_s=rate)
+            for pinned, rate in ((False, 1e9), (True, 20e9))
+            for direction in ("h2d", "d2h", "both")
+        ),
+        compute_dtypes=("fp32", "bf16"),
+        blocks=(block,),
+    )  # fmt: skip
+
+
+def test_what_limits_training(profile: HardwareProfile) -> None:
+    machine = a_machine(profile)
+    rates = machine.rates()
+    assert rates.adam_with_io_parameters_per_s == 0.5e9
+    assert rates.h2d_bytes_per_s == 20e9
+    assert rates.forward_flop_per_s == {"bf16": 100e12}
+    assert rates.backward_flop_per_s == {"bf16": 50e12}
+    found = limits(machine)
+    # 26 bytes at 2.6 GB/s; AdamW at half its rate; 64 bytes at 64 GB/s; 4 bytes at 20 GB/s.
+    assert found.per_parameter == pytest.approx(
+        {"drives": 10e-9, "AdamW": 2e-9, "memory": 1e-9, "link": 0.2e-9}
+    )
+    assert found.compute_per_token == pytest.approx(4 / 100e12 + 4 / 50e12)
+    assert found.binding == "drives"
+    assert found.break_even_tokens == pytest.approx(10e-9 / 120e-15)
+    text = machine.text()
+    for part in (
+        "14+12 bytes per parameter (bf16)",
+        "10 ns per parameter",
+        "83.3k tokens per step",
+        "pinned",
+    ):
+        assert part in text
+    assert "share the cores" not in text
+    slow = replace(machine, adam=(replace(machine.adam[0], parameters_per_s=1e6),))
+    assert limits(slow).binding == "AdamW"
+    assert "share the cores" in " ".join(sentences(replace(machine, copies=())))
+
+
+def test_table(profile: HardwareProfile) -> None:
     failed = replace(profile.directories[0], path="/other", problem="only 1 GB", read_bytes_per_s=0)
-    text = replace(profile, directories=(*profile.directories, failed)).text()
-    for part in ("AdamW, threads: 1", "GB/s", "TFLOP/s", "I/O backend python", "/other: only 1 GB"):
+    cached_drive = replace(profile.directories[0], caches=("write",), warnings=("[bold] is odd",))
+    text = replace(profile, directories=(failed, cached_drive)).text()
+    for part in (
+        "AdamW numpy, threads: 1", "GB/s", "best with python", "/other: only 1 GB", "A cache of drive or host",
+        "What limits full fine-tuning here:", "Warning: [bold] is odd", "python: works",
+    ):  # fmt: skip
         assert part in text
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
+def test_round_trip_through_json(profile: HardwareProfile, tmp_path: Path) -> None:
+    values = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
+    values["directories"][0]["key of a later version"] = 1
+    assert HardwareProfile.from_dict({**values, "key of a later version": 1}) == profile
+    path = tmp_path / "a folder" / "profile.json"
+    save(profile, path)
+    assert read_profile(path) == profile
+    assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 99}', '"x"', "\x00"])
+def test_files_that_are_no_profile(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(
+        FormatError, match=r"is no hardware profile: .*Make it anew with ssdtune profile"
+    ):
+        read_profile(path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(
+        FormatError, match=r"no such file or directory\. Make one with ssdtune profile"
+    ):
+        read_profile(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v["together"].update(read_bytes_per_s=-1), "together.read_bytes_per_s is -1"),
+        (lambda v: v["memory"][0].update(copy_bytes_per_s=float("nan")), r"memory\[0\].copy_bytes_per_s is nan"),
+        (lambda v: v["directories"][0].pop("direct"), r"directories\[0\] has no direct"),
+        (lambda v: v["directories"][0].update(direct=1), "must be true or false, not 1"),
+        (lambda v: v["directories"][0].update(queue_depth=1.5), "queue_depth must be a whole number, not 1.5"),
+        (lambda v: v.update(effort=None), "effort must be text, not None"),
+        (lambda v: v.update(adam={}), "adam must be a list"),
+        (lambda v: v.update(machine=[]), "machine must be an object"),
+        (lambda v: v.update(contention="x"), "contention must be an object"),
+    ],
+)  # fmt: skip
+def test_absurd_values_are_named(profile: HardwareProfile, change: Any, message: str) -> None:
+    values = copy.deepcopy(json.loads(json.dumps(profile.to_dict())))
+    change(values)
+    with pytest.raises(ValueError, match=message):
+        HardwareProfile.from_dict(values)
+
+
+def keep(profile: HardwareProfile, path: Path, folder: Path) -> list[Path]:
+    save(profile, path)
+    return [folder, folder / "later"]
+
+
+@pytest.mark.usefixtures("never_measured")
 def test_a_kept_profile_is_used_until_something_changes(
+    profile: HardwareProfile, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.json"
+    wanted = keep(profile, path, folder)
+    caplog.set_level(logging.INFO, "ssdtune")
+    assert cached(wanted, path, effort=TINY) == profile
+    save(replace(profile, effort="full"), path)
+    assert cached(wanted, path, effort=TINY).effort == "full"  # the better one will do
+    machine = {**profile.machine, "ssdtune": "0.0.1"}
+    for changed, reason in (
+        (replace(profile, machine_id="0" * 16), "of another machine"),
+        (replace(profile, machine=machine), "of version 0.0.1"),
+        (replace(profile, schema_version=1), "schema_version is 1"),
+        (replace(profile, directories=profile.directories[:1]), "of other directories"),
+        (None, "no figures"),
+    ):
+        caplog.clear()
+        path.unlink()
+        if changed is not None:
+            save(changed, path)
+        with pytest.raises(RuntimeError, match="measured anew"):
+            cached(wanted, path, effort=TINY)
+        assert reason in caplog.text
+    save(profile, path)
+    with pytest.raises(RuntimeError, match="measured anew"):
+        cached(wanted, path, effort=TINY, force=True)
+    with pytest.raises(RuntimeError, match="measured anew"):
+        cached(wanted, path)  # taken quickly
+
+
+@pytest.mark.usefixtures("never_measured")
+def test_the_block_of_another_model_is_added(
     profile: HardwareProfile, folder: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "profile.json"
-    save(profile, path)
-    wanted = [folder, folder / "later"]
-    nowhere = {"backend": "no such backend"}  # measuring with it fails, so it was not measured
-    assert cached(wanted, path, **nowhere) == profile
-    with pytest.raises(ValueError, match="no such backend"):
-        cached([folder], path, **nowhere)
-    save(replace(profile, machine_id="0" * 16), path)
-    with pytest.raises(ValueError, match="no such backend"):
-        cached(wanted, path, **nowhere)
-
-
-def test_a_new_profile_is_kept(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text("damaged")
-    taken = cached([folder], path, seconds=0, backend="python")
-    assert load(path) == taken
+    wanted = keep(profile, path, folder)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({
+        "model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 2, "vocab_size": 100, "n_positions": 64,
+    }))  # fmt: skip
+    more = cached(wanted, path, model=str(tmp_path), effort=TINY, device="cpu")
+    assert more.blocks[:1] == profile.blocks and more.blocks[1].shape == "gpt2, hidden 32"
+    assert cached(wanted, path, model=str(config), effort=TINY) == more == read_profile(path)
+    assert replace(more, blocks=profile.blocks) == profile
 
 
 def test_a_profile_that_cannot_be_kept_is_still_good(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, profile: HardwareProfile
-) -> None:
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, profile: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "profile.json"
     with pytest.raises(StorageError, match="write of"):
         save(profile, path)
+    monkeypatch.setattr("ssdtune.hardware.measure.measure", lambda *a, **k: profile)
     with caplog.at_level(logging.WARNING, "ssdtune"):
-        assert cached([folder], path, seconds=0, backend="python").backend == "python"
+        assert cached([folder], path, effort=TINY) == profile
     assert "taken again next time" in caplog.text
 
 
 def test_machine_id_follows_machine_and_drives(tmp_path: Path) -> None:
-    def machine(name: str, cpu: str, memory: int) -> Path:
+    def machine(name: str, cpu: str, memory: int, card: str = "") -> Path:
         root = tmp_path / name
-        (root / "proc").mkdir(parents=True)
+        (root / "proc/driver/nvidia/gpus/0").mkdir(parents=True)
         (root / "proc/cpuinfo").write_text(f"processor : 0\nmodel name\t: {cpu}\nmodel name\t: x\n")
         (root / "proc/meminfo").write_text(f"MemTotal:  {memory} kB\n")
+        if card:
+            (root / "proc/driver/nvidia/gpus/0/information").write_text(f"Model: \t {card}\n")
         return root
 
-    one = machine("one", "Fast CPU 9000", 100)
+    one = machine("one", "Fast CPU 9000", 10_000_000)
     assert describe_machine(one)["cpu"] == "Fast CPU 9000"
-    assert describe_machine(one)["memory_bytes"] == 102400
+    assert describe_machine(one)["memory_bytes"] == 10_240_000_000
+    same = machine("same", "Fast CPU 9000", 10_000_999)  # another kernel keeps more for itself
+    assert machine_id([], root=one) == machine_id([], root=same)
     ids = {
         machine_id([], root=one),
-        machine_id([], root=machine("two", "Slow CPU", 100)),
-        machine_id([], root=machine("three", "Fast CPU 9000", 101)),
+        machine_id([], root=machine("two", "Slow CPU", 10_000_000)),
+        machine_id([], root=machine("three", "Fast CPU 9000", 20_000_000)),
+        machine_id([], root=machine("four", "Fast CPU 9000", 10_000_000, "Fast Card")),
         machine_id([tmp_path], root=one),
         machine_id([Path("/proc")], root=one),
     }
-    assert len(ids) == 5
+    assert len(ids) == 6
     assert machine_id([tmp_path], root=one) == machine_id([tmp_path / "missing"], root=one)
 
 
-def test_unknown_backend(folder: Path) -> None:
-    with pytest.raises(ValueError, match="unknown I/O backend"):
-        measure([folder], backend="floppy")
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "does not exist"), ("{", "not readable as JSON")]
+)
+def test_a_model_that_cannot_be_read_is_refused_first(
+    folder: Path, tmp_path: Path, text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        measure([folder], model=str(tmp_path / "config.json"), effort=TINY)
+
+
+def test_a_folder_without_write_access_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="Name a directory"):
+        ssdtune.profile([tmp_path / "file"], effort=TINY)
