@@ -68,7 +68,9 @@ class OutOfCoreAdam:
         self._swap = swap
         self._settings = settings
         self.steps = {part.name: [0] * len(part.tensors) for part in parts}
-        self._chunk = max(chunk_bytes // 4 // 2048, 1) * 2048
+        # Whole pieces with a checksum, whose size a resumed run takes over: of 2-byte states, and so of all.
+        piece = swap.store.check_bytes // 2
+        self._chunk = max(-(-chunk_bytes // 4 // piece), 1) * piece
         streamed = [part.numel for part in parts if not swap.is_resident(part)]
         numel = min(self._chunk, max(streamed, default=0))
         self._sets = [

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import logging
+import math
 import os
 import shutil
 import statistics
@@ -31,7 +32,7 @@ from ssdtune.optim.adamw import join_master, split_master
 from ssdtune.report.metrics import MetricsWriter
 from ssdtune.report.progress import Progress, choose_progress
 from ssdtune.store.directories import prepare_directories
-from ssdtune.store.store import Store
+from ssdtune.store.store import CHECK_BYTES, Store
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
 from ssdtune.train.checkpoint import (
@@ -301,8 +302,9 @@ class _Run:
         )  # fmt: skip
 
     def _check_bytes(self) -> int:
-        """Return a checksum's piece: half a chunk, so that chunks of 2-byte states are whole pieces too."""
-        return max(self.config.io.chunk_bytes // 4 // 2048, 1) * 2048 * 2
+        """Return the piece that has a checksum: it divides the chunks of 2-byte states, and so all others."""
+        half_chunk = max(self.config.io.chunk_bytes // 4 // 2048, 1) * 2048 * 2
+        return math.gcd(half_chunk, CHECK_BYTES)
 
     def _close_store(self, store: Store) -> None:
         """Close the store; without a checkpoint its states are of no use to anybody."""

@@ -99,11 +99,14 @@ def test_resume_after_every_step(tmp_path: Path, case: str) -> None:
     plain = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "plain", settings)
     wanted = _facts(plain)
 
-    settings |= {"save_steps": 1, "save_total_limit": 6}
+    settings |= {"save_steps": 1, "save_total_limit": 6, "chunk_bytes": 32768}
     saved = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "saved", settings)
     assert _facts(saved) == wanted, "saving changed the run"
-    for step in (5, 4, 3, 2, 1):
-        given = settings | {"resume_from_checkpoint": str(tmp_path / f"saved/checkpoint-{step}")}
+    for step, chunk_bytes in ((5, 8192), (4, 49152), (3, 32768), (2, 32768), (1, 32768)):
+        given = settings | {
+            "resume_from_checkpoint": str(tmp_path / f"saved/checkpoint-{step}"),
+            "chunk_bytes": chunk_bytes,
+        }
         resumed = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "saved", given)
         assert _facts(resumed) == wanted, f"resumed after step {step}"
 

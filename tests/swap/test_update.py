@@ -125,7 +125,7 @@ def make_rig(tmp_path: Path, dtype: torch.dtype) -> Iterator[Callable[..., Rig]]
         backend._inner = faults
         store = Store.create(
             [str(tmp_path / f"swap{len(opened)}")], unit_specs(layout, plan, 4096, 1),
-            copies=copies, run_id=f"run{len(opened)}", backend=backend, output_dir=tmp_path,
+            copies=copies, run_id=f"run{len(opened)}", backend=backend, check_bytes=4096, output_dir=tmp_path,
         )  # fmt: skip
         opened.append((store, backend))
         swap = SwapManager(
