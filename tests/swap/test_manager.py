@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def make(
     pool = BufferPool()
     swap = SwapManager(
         layout, plan, source=None, initial={}, split=split_master, join=join_master,  # type: ignore[arg-type]
-        store=None, device=CpuDevice(), pool=pool, input_bytes=INPUT_BYTES,  # type: ignore[arg-type]
+        store=SimpleNamespace(check_bytes=4096), device=CpuDevice(), pool=pool, input_bytes=INPUT_BYTES,  # type: ignore[arg-type]
     )  # fmt: skip
     return swap, pool
 
