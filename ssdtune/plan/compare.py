@@ -13,6 +13,7 @@ from ssdtune.plan.generate import EMBED, StepShape, block_stage, generate_traini
 from ssdtune.plan.hardware import Hardware
 from ssdtune.plan.ledger import MATRICES_PER_BLOCK, Ledger, TrainingShape, work_of
 from ssdtune.plan.peers import Job, with_swap
+from ssdtune.plan.simulator import Simulation
 from ssdtune.plan.validate import ACTIVATION_MEMORY, Constants, Row, predict
 
 STATE_BYTES = 12
@@ -21,7 +22,12 @@ MICRO_BATCH_TOKENS = 8192
 
 
 def own_job(
-    ledger: Ledger, *, update: str = "overlap", resident: Sequence[str] = (), slots: int = 2
+    ledger: Ledger,
+    *,
+    update: str = "overlap",
+    resident: Sequence[str] = (),
+    gradients: str = "host",
+    slots: int = 2,
 ) -> Job:
     """Return one of our steps: full fine-tuning, weights and states on SSD but for resident stages.
 
@@ -31,6 +37,7 @@ def own_job(
     Args:
         update: "overlap" (no clipping, updates within backward), "after" (exact clipping, updates after
             backward) or "deferred" (exact clipping, the previous step's updates within forward).
+        gradients: Where gradients wait for the norm of all, "host" or "ssd".
         slots: For blocks' weights and for their gradients, each.
     """
     model, training = ledger.model, ledger.training
@@ -44,10 +51,16 @@ def own_job(
         gradient_slots=slots,
         update=update,
         pending=update == "deferred",
+        gradients=gradients,
     )
     schedule = generate_training_step(shape)
     work = work_of(
-        schedule, ledger, update=update, resident=resident, requests_per_state=MATRICES_PER_BLOCK
+        schedule,
+        ledger,
+        update=update,
+        resident=resident,
+        resident_gradients=gradients == "host",
+        requests_per_state=MATRICES_PER_BLOCK,
     )
     return Job(schedule, work)
 
@@ -64,14 +77,20 @@ def own_ledger(row: Row, batch: int) -> Ledger:
     return Ledger(row.model, training)
 
 
+def spare_bytes(ledger: Ledger, hardware: Hardware, *, waiting_gradients: bool) -> float:
+    """Return the host memory that is left beside activations, buffers and, if they wait, gradients."""
+    model, training = ledger.model, ledger.training
+    buffers = 4 * (training.weight_bytes + training.gradient_bytes) * model.block_parameters
+    gradients = training.gradient_bytes * model.parameters if waiting_gradients else 0
+    used = ledger.swap_bytes + buffers + gradients + STATE_BYTES * model.embedding_parameters
+    return ACTIVATION_MEMORY * hardware.host_bytes - used
+
+
 def resident_blocks(ledger: Ledger, hardware: Hardware, *, waiting_gradients: bool) -> list[str]:
-    """Return the blocks that stay in host memory: as many as fit beside activations and gradients, evenly spread."""
+    """Return the blocks that stay in host memory: as many as there is room for, evenly spread."""
     model = ledger.model
-    room = ACTIVATION_MEMORY * hardware.host_bytes - ledger.swap_bytes
-    buffers = 4 * (2 + ledger.training.gradient_bytes) * model.block_parameters
-    gradients = ledger.training.gradient_bytes * model.parameters if waiting_gradients else 0
-    room -= buffers + gradients + STATE_BYTES * model.embedding_parameters
-    count = int(min(model.num_blocks, max(0.0, room) // (STATE_BYTES * model.block_parameters)))
+    room = max(0.0, spare_bytes(ledger, hardware, waiting_gradients=waiting_gradients))
+    count = int(min(model.num_blocks, room // (STATE_BYTES * model.block_parameters)))
     return [block_stage(i * model.num_blocks // count) for i in range(count)]
 
 
@@ -108,27 +127,28 @@ def compare(row: Row, constants: Constants | None = None) -> Comparison:
     drives = dict(constants.drives).get(row.figure, row.drives or 1)
     hardware = replace(constants.hardware, num_drives=drives, host_bytes=row.host_bytes)
     ledger = own_ledger(row, prediction.batch)
-    clipping = ("after", "deferred")
     volumes = _volumes(ledger, hardware)
 
-    def cached(candidate: Ledger, update: str) -> Job:
-        resident = resident_blocks(candidate, hardware, waiting_gradients=update != "overlap")
-        return own_job(candidate, update=update, resident=resident)
+    def simulated(candidate: Ledger, update: str, *, caching: bool) -> Simulation:
+        waiting = update != "overlap"
+        fits = spare_bytes(candidate, hardware, waiting_gradients=waiting) >= 0
+        gradients = "host" if fits or not waiting else "ssd"
+        resident: list[str] = []
+        if caching and gradients == "host":
+            resident = resident_blocks(candidate, hardware, waiting_gradients=waiting)
+        job = own_job(candidate, update=update, resident=resident, gradients=gradients)
+        return job.simulate(hardware)
 
-    streamed = own_job(ledger).simulate(hardware)
-    swapped = min(
-        (own_job(candidate).simulate(hardware) for candidate in volumes), key=lambda s: s.step_s
-    )
-    kept = min(
-        (cached(candidate, "overlap").simulate(hardware) for candidate in volumes),
-        key=lambda s: s.step_s,
-    )
-    clipped = [own_job(ledger, update=update).simulate(hardware).step_s for update in clipping]
-    clipped_kept = [
-        cached(candidate, update).simulate(hardware).step_s
-        for candidate in volumes
-        for update in clipping
-    ]
+    def fastest(candidates: Sequence[Ledger], updates: Sequence[str], *, caching: bool) -> Simulation:  # fmt: skip
+        results = [simulated(c, u, caching=caching) for c in candidates for u in updates]
+        return min(results, key=lambda result: result.step_s)
+
+    streamed = simulated(ledger, "overlap", caching=False)
+    swapped = fastest(volumes, ["overlap"], caching=False)
+    kept = fastest(volumes, ["overlap"], caching=True)
+    clipping = ("after", "deferred")
+    clipped = fastest([ledger], clipping, caching=False)
+    clipped_kept = fastest(volumes, clipping, caching=True)
     return Comparison(
         row=row,
         batch=prediction.batch,
@@ -137,8 +157,8 @@ def compare(row: Row, constants: Constants | None = None) -> Comparison:
         streamed_s=streamed.step_s,
         swapped_s=swapped.step_s,
         cached_s=kept.step_s,
-        clipped_s=min(clipped),
-        clipped_cached_s=min(clipped_kept),
+        clipped_s=clipped.step_s,
+        clipped_cached_s=clipped_kept.step_s,
         bounds=(streamed.binding, swapped.binding, kept.binding),
     )
 
