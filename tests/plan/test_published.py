@@ -5,7 +5,10 @@ The limits are what is reached, rounded up. A change that makes a figure worse m
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +24,8 @@ from ssdtune.plan.validate import (
     published_rows,
     summary,
 )
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +111,27 @@ def test_our_step_is_no_worse_where_the_gpu_binds_if_activations_are_swapped() -
     assert result.swapped_s <= 1.01 * result.ratel_s
     # Recomputing everything, as the engine does now, costs what the swapped activations save.
     assert result.streamed_s > 1.2 * result.swapped_s
+
+
+def test_the_printed_table_is_up_to_date(predictions: list[Prediction]) -> None:
+    spec = importlib.util.spec_from_file_location("tool", ROOT / "tools" / "validate_simulator.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    written = (ROOT / "docs" / "simulator_rows.md").read_text(encoding="utf-8")
+    number = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?")
+    fresh = tool.rows_text(predictions)
+    again = "run tools/validate_simulator.py --write"
+    assert number.sub("", fresh) == number.sub("", written), again
+    for new, old in zip(number.findall(fresh), number.findall(written)):
+        # The last printed digit may differ between machines' mathematical libraries.
+        assert float(new) == pytest.approx(float(old), abs=0.11), again
+    assert tool.plot(predictions).count("<circle") == len(predictions) + 3
+
+
+def test_example_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "docs/simulator.md", "exec"), {})
+    step, binding, share = capsys.readouterr().out.split()
+    assert float(step) > 0 and binding == "ssd" and 0 < float(share) <= 1
