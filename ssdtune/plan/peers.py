@@ -71,7 +71,12 @@ def ratel(ledger: Ledger, hardware: Hardware, *, update: str = "optimized") -> J
     Args:
         ledger: With the volume of swapped activations that `ratel_swap` chose, or a forced one.
         update: "optimized", "naive" or "serial".
+
+    Raises:
+        ValueError: `update` is none of them.
     """
+    if update not in ("optimized", "naive", "serial"):
+        raise ValueError(f'update is "{update}"; it must be "optimized", "naive" or "serial"')
     slots = weight_slots(ledger, hardware.device_bytes)
     return _offloaded_step(ledger, slots, update=update, weights_on_ssd=True, states_on_ssd=True)
 

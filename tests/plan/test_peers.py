@@ -140,3 +140,8 @@ def test_resident_blocks_fill_the_memory_and_are_spread() -> None:
     assert resident_blocks(shape, replace(few, host_bytes=1), waiting_gradients=True) == []
     cached = own_job(shape, resident=stages).simulate(RATEL_4090).resource_s["ssd"]
     assert cached < own_job(shape).simulate(RATEL_4090).resource_s["ssd"]
+
+
+def test_unknown_variant_is_refused() -> None:
+    with pytest.raises(ValueError, match="eager"):
+        peers.ratel(ledger(), RATEL_4090, update="eager")
