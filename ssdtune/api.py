@@ -36,12 +36,18 @@ def finetune(config: Source = None, /, **settings: Any) -> Any:
     return run(load_config(config, settings))
 
 
-def plan(config: Source = None, /, **settings: Any) -> Any:
-    """Say what a run needs: memory, space, bytes moved and time. Arguments as for `finetune`."""
+def plan(
+    config: Source = None, /, *, hardware: HardwareProfile | None = None, **settings: Any
+) -> Any:
+    """Say what a run needs: memory, space, bytes moved and time. Arguments as for `finetune`.
+
+    Args:
+        hardware: What `profile` returned; without it, no time is given.
+    """
     from ssdtune.config.load import load_config
     from ssdtune.train.planning import plan as run
 
-    return run(load_config(config, settings))
+    return run(load_config(config, settings), hardware)
 
 
 def profile(

@@ -100,6 +100,11 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "say what a run needs and how long it takes; exit code 3: does not fit",
         "[MODEL] [--config FILE]",
     )
+    plan.add_argument(
+        "--hardware",
+        metavar="FILE",
+        help="profile of the machine to plan for (default: this one's, if ssdtune profile has run)",
+    )
     add_settings(plan)
     data = command("data", "show how rows become tokens and labels", "[MODEL] [--config FILE]")
     data.add_argument("--rows", type=int, default=3, metavar="N", help="rows to show (default: 3)")

@@ -37,9 +37,11 @@ def finetune(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print what a run needs; exit code 3 if it does not fit."""
+    from ssdtune.cli import profile_command
+
     config = settings_from(args)
     require(config, train_file=False, output_dir=False)
-    result = api.plan(config)
+    result = api.plan(config, hardware=profile_command.known(args.hardware))
     if args.json:
         print_json(result.to_dict())
     else:

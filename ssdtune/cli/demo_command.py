@@ -82,9 +82,10 @@ def run(args: argparse.Namespace) -> DemoResult:
 
     _say("measuring this machine")
     states = Path(config.io.swap_dirs[0]) if config.io.swap_dirs else folder
-    print(api.profile([states], quick=True).text(), file=sys.stderr)
+    hardware = api.profile([states], quick=True)
+    print(hardware.text(), file=sys.stderr)
     _say("planning")
-    plan = api.plan(config)
+    plan = api.plan(config, hardware=hardware)
     print(plan.text(), file=sys.stderr)
     if not plan.fits:
         raise SsdtuneError(

@@ -36,7 +36,7 @@ RATEL_4090 = Hardware(
     drive_read_bytes_per_s=6.5e9,
     drive_write_bytes_per_s=3.4e9,
     dram_bytes_per_s=0.7 * 409.6e9,
-    # CPU-Adam of two 24-core Xeons: 10e9 parameters in 2.57 s (ZeRO-Offload, arXiv 2101.06840, Table 4).
+    # CPU-Adam of two 24-core Xeons: 10e9 parameters in 2.57 s (ZeRO-Offload, arXiv 2101.06840, from memory).
     adam_elements_per_s=3.9e9,
     # Fitted; the first came out as 2.2.
     ssd_overlap=2.0,

@@ -213,10 +213,6 @@ class SwapManager:
                 else:
                     tickets.add(self.store.read(part.name, "weights", as_bytes(piece)))
 
-    def load_bytes(self, stage: Stage) -> int:
-        """Return the bytes that loading a stage reads."""
-        return sum(part.weight_bytes for part in stage.parts if self._streams(part))
-
     def upload(self, stage_name: str, slot_name: str) -> None:
         """Bring a loaded stage to the device. Blocks until the copy is done."""
         slot, offset, place_offset = self._weights[slot_name], 0, 0

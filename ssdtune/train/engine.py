@@ -16,7 +16,7 @@ from ssdtune.data.batches import Batch
 from ssdtune.device.base import Device
 from ssdtune.errors import SsdtuneError
 from ssdtune.model.blocks import BlockModel, Entry
-from ssdtune.model.layout import Part
+from ssdtune.model.layout import ModelLayout, Part
 from ssdtune.model.loss import loss_by_chunks
 from ssdtune.optim.adamw import sum_of_squares
 from ssdtune.optim.schedule import clip_coefficient
@@ -29,6 +29,7 @@ from ssdtune.plan.generate import (
     generate_flush,
     generate_training_step,
 )
+from ssdtune.plan.residency import MemoryPlan
 from ssdtune.plan.schedule import Kind, Operation
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import OutOfCoreAdam
@@ -407,9 +408,8 @@ def model_inputs(batch: Batch, where: torch.device) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def make_step_shape(blocks: BlockModel, swap: SwapManager) -> StepShape:
+def make_step_shape(layout: ModelLayout, plan: MemoryPlan) -> StepShape:
     """Return the shape of a step for the generator, from the model's layout and the memory plan."""
-    layout, plan = blocks.layout, swap.plan
     return StepShape(
         num_blocks=layout.num_blocks,
         num_micro_batches=1,
@@ -420,5 +420,8 @@ def make_step_shape(blocks: BlockModel, swap: SwapManager) -> StepShape:
         input_slots=plan.input_slots,
         update="overlap" if plan.gradients == "overlap" else "deferred",
         gradients=plan.gradients,
-        load_bytes={name: swap.load_bytes(stage) for name, stage in layout.stages.items()},
+        load_bytes={
+            name: sum(p.weight_bytes for p in stage.parts if p.name not in plan.resident)
+            for name, stage in layout.stages.items()
+        },
     )

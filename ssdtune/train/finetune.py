@@ -345,7 +345,8 @@ class _Run:
             adam.steps = self.resumed[1].adam_steps
         lanes = stack.enter_context(Lanes())
         engine = Engine(
-            prepared.blocks, swap, adam, prepared.device, lanes, make_step_shape(prepared.blocks, swap),
+            prepared.blocks, swap, adam, prepared.device, lanes,
+            make_step_shape(prepared.layout, prepared.memory),
             seed=training.seed, max_grad_norm=training.max_grad_norm,
         )  # fmt: skip
         return swap, adam, engine

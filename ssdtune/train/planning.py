@@ -1,7 +1,7 @@
 """`ssdtune plan`: what a run would need and move, found by the run's own preparation; nothing is written.
 
-Time is not predicted yet. Read `ssdtune.train.prepare` for how memory is planned and `ssdtune.train.disk` for the
-drives.
+Read `ssdtune.train.prepare` for how memory is planned, `ssdtune.train.disk` for the drives, and
+`ssdtune.train.forecast` for time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 
 from ssdtune.config.schema import Config
 from ssdtune.errors import CapacityError
+from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.plan.estimate import Estimate
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.train.disk import plan_disk
+from ssdtune.train.forecast import Forecast, forecast
 from ssdtune.train.prepare import prepare, summary_lines
 
 
@@ -27,6 +29,7 @@ class RunPlan:
         summary: What would happen, a few lines for people.
         memory, estimate: The figures; None if the memory is too small for any plan.
         wear_warning: Set if the run takes more of the drives' life than `io.wear_warning` allows.
+        forecast: How long a step takes; None without a hardware profile.
     """
 
     problems: tuple[str, ...]
@@ -34,6 +37,7 @@ class RunPlan:
     memory: MemoryPlan | None = None
     estimate: Estimate | None = None
     wear_warning: str | None = None
+    forecast: Forecast | None = None
 
     @property
     def fits(self) -> bool:
@@ -48,6 +52,7 @@ class RunPlan:
             "memory": self.memory.to_dict() if self.memory else None,
             "estimate": self.estimate.to_dict() if self.estimate else None,
             "wear_warning": self.wear_warning,
+            "forecast": self.forecast.to_dict() if self.forecast else None,
         }
 
     def text(self) -> str:
@@ -55,6 +60,10 @@ class RunPlan:
         lines = list(self.summary)
         if self.estimate:
             lines.append(self.estimate.text())
+        if self.forecast:
+            lines.append(self.forecast.text())
+        elif self.memory:
+            lines.append("expected  no time without measured rates: run ssdtune profile DIR once")
         if self.wear_warning:
             lines.append(f"warning: {self.wear_warning}")
         verdict = (
@@ -63,8 +72,11 @@ class RunPlan:
         return "\n".join([*lines, *verdict])
 
 
-def plan(config: Config) -> RunPlan:
+def plan(config: Config, hardware: HardwareProfile | None = None) -> RunPlan:
     """Plan a run. Without a train_file, the figures are those of one step at max_length.
+
+    Args:
+        hardware: Measured rates, for the time that a step takes.
 
     Raises:
         ConfigError: Something about the input is wrong.
@@ -86,7 +98,12 @@ def plan(config: Config) -> RunPlan:
             + (f"{config.training.max_steps} steps" if config.training.max_steps else "one step")
         )
     return RunPlan(
-        problems, tuple(summary), prepared.memory, disk.estimate, disk.wear_warning(config)
+        problems,
+        tuple(summary),
+        prepared.memory,
+        disk.estimate,
+        disk.wear_warning(config),
+        forecast(prepared, hardware.rates()) if hardware else None,
     )
 
 

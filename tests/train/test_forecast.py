@@ -1,0 +1,111 @@
+"""The forecast of a step: what must hold for any rates, and that the command shows it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdtune.config.load import load_config
+from ssdtune.errors import ConfigError
+from ssdtune.hardware.profile import Rates
+from ssdtune.train.disk import plan_disk
+from ssdtune.train.forecast import forecast
+from ssdtune.train.prepare import Prepared, prepare
+from tests.toy import make_checkpoint, make_rows
+
+RATES = Rates(
+    read_bytes_per_s=2e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1.3e9, adam_parameters_per_s=1e9,
+    adam_with_io_parameters_per_s=1e9, io_with_adam_bytes_per_s=1.3e9, memory_bytes_per_s=20e9,
+    h2d_bytes_per_s=None, d2h_bytes_per_s=None, both_bytes_per_s=None,
+    forward_flop_per_s={"fp32": 1e11, "bf16": 2e11}, backward_flop_per_s={"fp32": 1e11, "bf16": 2e11},
+)  # fmt: skip
+
+
+def _prepared(tmp_path: Path, **changes: Any) -> Prepared:
+    model = tmp_path / "model"
+    if not model.exists():
+        make_checkpoint(model, "llama")
+        make_rows(tmp_path / "rows.jsonl", 21)
+    settings = {
+        "model_name_or_path": str(model), "train_file": str(tmp_path / "rows.jsonl"),
+        "output_dir": str(tmp_path / "out"), "dtype": "fp32", "device": "cpu", "host_cache": 0,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    return prepare(load_config(None, settings | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dtype": "bf16"}, {"max_grad_norm": 0}, {"method": "lora"}, {"host_cache": None}],
+    ids=lambda changes: "-".join(map(str, changes.values())) or "plain",
+)
+def test_a_step_takes_at_least_what_each_part_of_the_machine_needs(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    prepared = _prepared(tmp_path, **changes)
+    result = forecast(prepared, RATES)
+    assert result.step_s >= max(result.resource_s.values()) > 0
+    assert result.step_s >= max(result.lane_s.values())
+    assert result.run_s == pytest.approx(result.step_s * prepared.rows.total_steps)
+    assert result.tokens_per_s * result.step_s == pytest.approx(
+        round(4 * prepared.rows.train.lengths.mean()), abs=4
+    )
+
+
+def test_bytes_of_the_simulated_step_are_those_of_the_estimate(tmp_path: Path) -> None:
+    """With endless compute and memory the drives' time is that of the bytes that the disk plan counts."""
+    prepared = _prepared(tmp_path)
+    traffic = plan_disk(prepared, tmp_path / "out").estimate.traffic
+    result = forecast(prepared, replace(RATES, memory_bytes_per_s=1e15, adam_parameters_per_s=1e15))
+    needed = traffic.read_bytes / 2e9 + traffic.written_bytes / 1e9
+    # The plan counts padding, and reads that slots save.
+    assert result.resource_s["ssd"] == pytest.approx(needed, rel=0.2)
+
+
+def test_faster_parts_never_make_it_slower(tmp_path: Path) -> None:
+    prepared = _prepared(tmp_path)
+    slow = forecast(prepared, RATES).step_s
+    for name in (
+        "read_bytes_per_s",
+        "write_bytes_per_s",
+        "adam_parameters_per_s",
+        "memory_bytes_per_s",
+    ):
+        faster = replace(RATES, **{name: 4 * getattr(RATES, name)})
+        assert forecast(prepared, faster).step_s <= slow * 1.001
+
+
+def test_missing_rates_are_named(tmp_path: Path) -> None:
+    rates = replace(RATES, forward_flop_per_s={}, adam_parameters_per_s=0.0)
+    with pytest.raises(ConfigError, match=r"no figures for compute in fp32, AdamW\. Measure again"):
+        forecast(_prepared(tmp_path), rates)
+
+
+def test_the_command_uses_a_profile_of_any_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ssdtune.cli.main import main
+    from ssdtune.hardware.measure import measure
+    from ssdtune.hardware.profile import save
+    from tests.hardware.tiny import TINY
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _prepared(tmp_path)
+    profile = measure([tmp_path], effort=TINY)
+    save(profile, tmp_path / "other.json")
+    flags = [
+        str(tmp_path / "model"),
+        "--train-file",
+        str(tmp_path / "rows.jsonl"),
+        "--dtype",
+        "fp32",
+    ]
+
+    assert main(["plan", *flags, "--json", "--hardware", str(tmp_path / "other.json")]) == 0
+    assert json.loads(capsys.readouterr().out)["forecast"]["step_s"] > 0
+    assert main(["plan", *flags]) == 0
+    assert "run ssdtune profile DIR once" in capsys.readouterr().out
