@@ -1,6 +1,6 @@
 """Measure this machine and print the figures; the same as `ssdtune profile`, for a checkout that is not installed.
 
-    python tools/profile_hardware.py [DIRECTORY ...] [--model MODEL] [--quick] [--json] [--force] [--output FILE]
+python tools/profile_hardware.py [DIRECTORY ...] [--model MODEL] [--quick] [--json] [--force] [--output FILE]
 """
 
 import sys
