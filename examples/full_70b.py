@@ -20,7 +20,6 @@ settings = dict(
     warmup_steps=0.03,
     save_steps=100,
     device="cuda",
-    gpu_memory="22GiB",
     host_memory="100GiB",
     swap_dirs=["/nvme0/ssdtune", "/nvme1/ssdtune"],
 )

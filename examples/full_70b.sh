@@ -8,7 +8,7 @@ flags=(
   --train-file "$train_file" --output-dir runs/full_70b --dtype bf16 --max-length 2048
   --learning-rate 1e-5 --gradient-accumulation-steps 16
   --per-device-train-batch-size 4 --lr-scheduler-type cosine --warmup-steps 0.03 --save-steps 100
-  --device cuda --gpu-memory 22GiB --host-memory 100GiB --swap-dirs /nvme0/ssdtune,/nvme1/ssdtune
+  --device cuda --host-memory 100GiB --swap-dirs /nvme0/ssdtune,/nvme1/ssdtune
   "${@:3}"
 )
 

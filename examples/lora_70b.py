@@ -25,7 +25,6 @@ settings = dict(
     warmup_steps=0.03,
     save_steps=100,
     device="cuda",
-    gpu_memory="22GiB",
     host_memory="48GiB",
     swap_dirs=["/nvme0/ssdtune"],
 )

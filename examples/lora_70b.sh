@@ -9,7 +9,7 @@ flags=(
   --method lora --lora-r 16 --lora-alpha 32 --lora-dropout 0.05 --packing
   --learning-rate 1e-4 --gradient-accumulation-steps 8
   --per-device-train-batch-size 4 --lr-scheduler-type cosine --warmup-steps 0.03 --save-steps 100
-  --device cuda --gpu-memory 22GiB --host-memory 48GiB --swap-dirs /nvme0/ssdtune
+  --device cuda --host-memory 48GiB --swap-dirs /nvme0/ssdtune
   "${@:3}"
 )
 

@@ -153,9 +153,6 @@ class MemoryConfig:
     """The device and the budgets of memory."""
 
     device: str = setting("auto", "auto, cpu, cuda or cuda:1")
-    gpu_memory: int | None = setting(
-        None, "budget of device memory; the free memory by default", size=True, low=1
-    )
     host_memory: int | None = setting(
         None, "budget of host memory for the whole process; what cgroups and the system leave by default",
         size=True, low=1,
