@@ -93,7 +93,7 @@ def open_bench(
         )
         yield replace(known, problem=problem), None
         return
-    memory_bytes = min(320 * MIB, available_host_memory().bytes // 8)
+    memory_bytes = min(128 * MIB, available_host_memory().bytes // 8)
     with Bench(place, direct=direct, memory_bytes=memory_bytes, clock=clock) as bench:
         yield replace(known, reflink=has_reflink(place)), bench
 

@@ -96,8 +96,12 @@ class HardwareProfile:
     compute_dtypes: tuple[str, ...]
     blocks: tuple[BlockProfile, ...]
 
-    def rates(self) -> Rates:
-        """Return the short form; 0 for what was not measured."""
+    def rates(self, digest: str | None = None) -> Rates:
+        """Return the short form; 0 for what was not measured.
+
+        Args:
+            digest: Take compute rates from this block (`BlockProfile.digest`); by default from the largest.
+        """
         io, both = self.together, self.contention
         adam = max((point.parameters_per_s for point in self.adam), default=0.0)
         # Alone and together were measured at another time than `adam` and `together`: only their ratio is used.
@@ -105,7 +109,7 @@ class HardwareProfile:
             both.adam_with_io_parameters_per_s / both.adam_parameters_per_s if both else 1.0
         )
         io_share = both.io_with_adam_bytes_per_s / both.io_bytes_per_s if both else 1.0
-        largest = self._largest_points()
+        largest = self._largest_points(digest)
         mixed = io.mixed_bytes_per_s if io else 0.0
         return Rates(
             read_bytes_per_s=io.read_bytes_per_s if io else 0.0,
@@ -127,10 +131,11 @@ class HardwareProfile:
             (p.bytes_per_s for p in self.copies if p.pinned and p.direction == direction), None
         )
 
-    def _largest_points(self) -> dict[str, BlockPoint]:
-        """Return by dtype the point of the largest block with the most tokens."""
+    def _largest_points(self, digest: str | None) -> dict[str, BlockPoint]:
+        """Return by dtype the point with the most tokens, of one block or of the largest one."""
         found: dict[str, BlockPoint] = {}
-        for block in sorted(self.blocks, key=lambda block: block.parameters):
+        blocks = [block for block in self.blocks if digest in (None, block.digest)]
+        for block in sorted(blocks, key=lambda block: block.parameters):
             for point in sorted(block.points, key=lambda point: point.tokens):
                 found[point.dtype] = point
         return found

@@ -41,11 +41,11 @@ def test_rates_are_bytes_over_time(tmp_path: Path) -> None:
         assert bench.written_bytes == SMALLEST_FILE_BYTES
         with bench.stream("python", 1 << 20, 4) as stream:
             moved = stream.run("read", 0)
-    # A queue of 4 MiB is filled by two transfers. Looks at the clock: start, after the least that is moved, one for
-    # each finished transfer, end.
-    assert moved.num_bytes == 2 * CHUNK_BYTES
-    assert moved.rate == 2 * CHUNK_BYTES / 4
-    assert [seconds for seconds, _ in moved.marks] == [2, 3]
+    # A queue of 4 MiB is filled by one transfer, and eight wait. Looks at the clock: start, after the least that is
+    # moved, one for each finished transfer, end.
+    assert moved.num_bytes == 9 * CHUNK_BYTES
+    assert moved.rate == 9 * CHUNK_BYTES / 11
+    assert [seconds for seconds, _ in moved.marks] == list(range(2, 11))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,10 +66,10 @@ def test_more_time_moves_more_and_goes_round(tmp_path: Path) -> None:
 def test_what_is_written_is_what_is_in_the_file(tmp_path: Path) -> None:
     with bench_in(tmp_path, ticking()) as bench:
         bench.fill(SMALLEST_FILE_BYTES, 1e9, backend="python")
-        buffers = [bytes(buffer.view[:64]) for buffer in bench.buffers(3)]
-        found = [os.pread(bench.descriptor, 64, i * CHUNK_BYTES) for i in range(6)]
-    assert found == buffers * 2
-    assert len(set(found)) == 3  # random, so that nothing can compress or deduplicate it
+        buffers = [bytes(buffer.view[:64]) for buffer in bench.buffers(12)]
+        found = [os.pread(bench.descriptor, 64, i * CHUNK_BYTES) for i in range(16)]
+    assert found == (buffers * 2)[:16]
+    assert len(set(found)) == 12  # random, so that nothing can compress or deduplicate it
 
 
 def test_a_part_of_a_run() -> None:
