@@ -16,7 +16,7 @@ from ssdtune.errors import Interrupted, StorageError
 from ssdtune.model.source import WeightSource
 from ssdtune.optim.schedule import learning_rate, warmup_count
 from ssdtune.plan.schedule import Lane
-from ssdtune.report.metrics import MetricsWriter
+from ssdtune.report.metrics import MetricsWriter, read_metrics
 from ssdtune.report.progress import Progress
 from ssdtune.store.store import Store
 from ssdtune.swap.manager import SwapManager
@@ -97,6 +97,8 @@ class Trainer:
             Interrupted: A signal came; the run was saved first.
             SsdtuneError: A step failed; the last checkpoint is whole.
         """
+        if self._first and self._evaluates_after(self._first - 1) and not self._was_evaluated():
+            self._evaluate(self._first)  # a signal cut it short before
         for step in range(self._first, self._total):
             self._step(step)
             done = step + 1
@@ -117,6 +119,10 @@ class Trainer:
             return False
         every = self._config.eval_steps or self._batches.steps_per_epoch
         return (step + 1) % every == 0 or step + 1 == self._total
+
+    def _was_evaluated(self) -> bool:
+        lines = read_metrics(self._metrics.path, "evaluation")
+        return any(line["step"] == self._first for line in lines)
 
     def _is_looked_at_after(self, step: int) -> bool:
         """Say whether somebody wants the weights as they are after a step, before the next one begins."""
@@ -187,16 +193,24 @@ class Trainer:
 
     def _evaluate(self, done: int) -> None:
         begin = time.perf_counter()
-        loss, tokens = self.evaluate()
+        found = self.evaluate()
+        if found is None:
+            return
+        loss, tokens = found
         values = {"eval_loss": loss, "eval_tokens": tokens, "eval_s": time.perf_counter() - begin}
         self.history.evaluations.append((done, loss))
         self._metrics.write("evaluation", done, values)
         self._progress.evaluation({"step": done, **values})
 
-    def evaluate(self) -> tuple[float, int]:
-        """Return the token-weighted mean loss on the held-out rows, and their learned tokens."""
+    def evaluate(self) -> tuple[float, int] | None:
+        """Return the token-weighted mean loss on the held-out rows, and their learned tokens.
+
+        None if a signal asked to stop: large sets take longer than whoever sent it may wait.
+        """
         total, count = 0.0, 0
         for group in _groups(self._evaluation, self._config.gradient_accumulation_steps):
+            if self._signals.requested is not None:
+                return None
             loss, tokens = self._engine.evaluate(group)
             total += loss
             count += tokens

@@ -69,6 +69,27 @@ def test_a_signal_in_any_phase_saves_and_the_rest_follows(
     assert_same_bits(read_run(tmp_path / "out"), wanted)
 
 
+def test_a_signal_does_not_wait_for_a_long_evaluation(
+    plain: tuple[Path, Streamed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after the group of rows that is under way; the resumed run evaluates first."""
+    folder, _ = plain
+    make_rows(tmp_path / "eval.jsonl", 12, seed=1)
+    settings = settings_for(folder, **SETTINGS | {"eval_file": str(tmp_path / "eval.jsonl")})
+    finetune(**settings | {"output_dir": str(tmp_path / "wanted")})
+    settings["output_dir"] = str(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        groups = []
+        original = Engine.evaluate
+        patch.setattr(Engine, "evaluate", lambda *a, **k: groups.append(1) or original(*a, **k))
+        _signal_in(patch, Engine, "evaluate", signal.SIGTERM)
+        with pytest.raises(Interrupted, match="checkpoint-2"):
+            finetune(**settings)
+    assert len(groups) == 1
+    finetune(**settings | {"resume_from_checkpoint": "last"})
+    assert_same_bits(read_run(tmp_path / "out"), read_run(tmp_path / "wanted"))
+
+
 def test_a_signal_before_the_first_step_leaves_nothing(
     plain: tuple[Path, Streamed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
