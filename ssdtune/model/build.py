@@ -71,7 +71,7 @@ def build_model(
     """Build the model of a checkpoint folder.
 
     Args:
-        checkpoint: The opened folder; its tensors are matched with the model's parameters.
+        checkpoint: The opened folder; its tensors, if it has some, are matched with the model's parameters.
         dtype: Compute dtype of the weights (some modules insist on fp32, as transformers lets them).
         lora: Put in new adapters.
         adapter: Folder of an adapter to go on training, instead of new ones.
@@ -108,7 +108,7 @@ def build_model(
         raise UnsupportedModelError(
             f"{path}: transformers cannot build this as a causal language model: {_first_line(error)}"
         ) from error
-    keymap = KeyMap.build(model, checkpoint)
+    keymap = KeyMap.build(model, checkpoint) if checkpoint.tensors else KeyMap.of_config(model)
     _keep_in_fp32(model, dtype)
     if lora is None and adapter is None:
         for parameter in model.parameters():

@@ -90,6 +90,19 @@ class HfCheckpoint:
         _refuse_dtypes(tensors)
         return cls(path, str(name_or_path), config, tensors, index, digest.hexdigest())
 
+    @classmethod
+    def open_config(cls, name_or_path: str | Path) -> HfCheckpoint:
+        """Open a folder that may have no weights, only a config.json: enough for planning.
+
+        Raises:
+            ConfigError: No such folder, no config.json, or a quantized model.
+        """
+        path = resolve(name_or_path)
+        config, config_bytes = read_config(path)
+        _refuse_quantized(path, config)
+        digest = hashlib.sha256(config_bytes).hexdigest()
+        return cls(path, str(name_or_path), config, {}, None, digest)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""

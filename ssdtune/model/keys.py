@@ -106,6 +106,22 @@ class KeyMap:
             initial=initial,
         )
 
+    @classmethod
+    def of_config(cls, model: Any) -> KeyMap:
+        """Return the map of a model that has no checkpoint: nothing can be loaded or saved, only planned."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        model.tie_weights()
+        return cls(
+            load_rules={},
+            save_rules=(),
+            shapes=shapes,
+            buffers=frozenset(),
+            aliases={},
+            unexpected=(),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            context=conversion.ModelView(model, shapes),
+        )
+
     def canonical(self, name: str) -> str:
         """Return the name under which a parameter is loaded; tied names share one.
 

@@ -118,7 +118,9 @@ def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
 def _export_bytes(prepared: Prepared) -> int:
     """Return the size of the tuned weights, or of the adapter in fp32."""
     if prepared.config.method == "full":
-        return prepared.checkpoint.num_bytes
+        if prepared.checkpoint.tensors:
+            return prepared.checkpoint.num_bytes
+        return 2 * prepared.built.keymap.num_parameters  # planned from a config.json: bf16
     return sum(4 * spec.numel for part in prepared.layout.trained_parts for spec in part.tensors)
 
 

@@ -76,13 +76,14 @@ class Prepared:
 def prepare(config: Config, *, with_rows: bool = True) -> Prepared:
     """Open the model, read the rows, and plan the memory.
 
+    Args:
+        with_rows: Read the rows; without them a config.json is enough of a model, for planning.
+
     Raises:
         ConfigError: Something about the input is wrong.
         CapacityError: It does not fit into the memory.
     """
-    checkpoint = HfCheckpoint.open(
-        config.model.model_name_or_path, convert_dir=Path(config.training.output_dir) / "converted"
-    )
+    checkpoint = _open_checkpoint(config, weights_needed=with_rows)
     device = open_device(config.memory.device)
     dtype = choose_dtype(config.model.dtype, device)
     if config.memory.compute_threads:
@@ -118,6 +119,13 @@ def prepare(config: Config, *, with_rows: bool = True) -> Prepared:
     return Prepared(
         config, checkpoint, device, dtype, built, blocks, parts, compute, memory, rows, max_length
     )
+
+
+def _open_checkpoint(config: Config, *, weights_needed: bool) -> HfCheckpoint:
+    name = config.model.model_name_or_path
+    if not weights_needed and not any(Path(name).glob("*.safetensors*")):
+        return HfCheckpoint.open_config(name)
+    return HfCheckpoint.open(name, convert_dir=Path(config.training.output_dir) / "converted")
 
 
 def choose_dtype(name: str, device: Device) -> torch.dtype:

@@ -109,3 +109,21 @@ def test_the_command_uses_a_profile_of_any_machine(
     assert json.loads(capsys.readouterr().out)["forecast"]["step_s"] > 0
     assert main(["plan", *flags]) == 0
     assert "run ssdtune profile DIR once" in capsys.readouterr().out
+
+
+def test_a_config_alone_is_planned_as_the_whole_model(tmp_path: Path) -> None:
+    from ssdtune.train.planning import plan
+
+    make_checkpoint(tmp_path / "model", "mixtral")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((tmp_path / "model" / "config.json").read_bytes())
+    found = {}
+    for name in ("model", "bare"):
+        settings = {"model_name_or_path": str(tmp_path / name), "dtype": "bf16", "device": "cpu"}
+        result = plan(load_config(None, settings | {"host_memory": "4GiB", "host_cache": 0}))
+        assert result.fits and result.estimate is not None
+        found[name] = result.estimate.to_dict()
+    del found["model"]["disk_bytes"], found["bare"]["disk_bytes"]  # the export's dtype is not known
+    del found["model"]["wear"], found["bare"]["wear"]
+    assert found["bare"] == found["model"]
