@@ -26,6 +26,7 @@ SAME_STEP = {
     ("log", "errors"), ("units", "errors"),
     ("train", "export"),  # the end of a run writes the tuned weights
     ("swap", "optim"), ("swap", "model"),
+    ("report", "plan"),  # pictures of schedules
 }  # fmt: skip
 # Plain numbers: no torch and no files, so that a plan can be made anywhere.
 PLAIN = {"plan", "config"}

@@ -105,6 +105,9 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         metavar="FILE",
         help="profile of the machine to plan for (default: this one's, if ssdtune profile has run)",
     )
+    plan.add_argument(
+        "--timeline", metavar="FILE.svg", help="draw the simulated step, lane by lane"
+    )
     add_settings(plan)
     data = command("data", "show how rows become tokens and labels", "[MODEL] [--config FILE]")
     data.add_argument("--rows", type=int, default=3, metavar="N", help="rows to show (default: 3)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from ssdtune import api
 from ssdtune.cli.arguments import settings_from
@@ -42,6 +43,12 @@ def plan(args: argparse.Namespace) -> int:
     config = settings_from(args)
     require(config, train_file=False, output_dir=False)
     result = api.plan(config, hardware=profile_command.known(args.hardware))
+    if args.timeline:
+        if result.forecast is None:
+            raise ConfigError(
+                "--timeline needs a plan that fits into memory and measured rates: run ssdtune profile DIR once"
+            )
+        Path(args.timeline).expanduser().write_text(result.forecast.picture(), encoding="utf-8")
     if args.json:
         print_json(result.to_dict())
     else:

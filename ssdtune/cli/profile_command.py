@@ -133,8 +133,8 @@ def _effort(args: argparse.Namespace) -> Effort | None:
             largest = parse_size(args.largest_file)
         except ValueError as error:
             raise ConfigError(f"--largest-file: {error}") from error
-        if largest < 64 << 20:
-            raise ConfigError(f"--largest-file must be at least 64MiB, not {args.largest_file}")
+        if largest < 128 << 20:
+            raise ConfigError(f"--largest-file must be at least 128MiB, not {args.largest_file}")
         effort = replace(effort, largest_file_bytes=largest)
     return effort
 

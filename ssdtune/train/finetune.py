@@ -367,6 +367,8 @@ class _Run:
             )  # fmt: skip
             history = trainer.run()
             counters = trainer.bytes_moved()
+        if history.spans:
+            (self.output_dir / "timeline.svg").write_text(history.picture(), encoding="utf-8")
         self.progress.finish()
         return history, counters
 

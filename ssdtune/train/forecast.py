@@ -19,6 +19,7 @@ from ssdtune.plan.hardware import Hardware
 from ssdtune.plan.ledger import Ledger, ModelShape, TrainingShape, work_of
 from ssdtune.plan.schedule import Kind
 from ssdtune.plan.simulator import simulate
+from ssdtune.report.timeline import Bar, draw
 from ssdtune.train.engine import make_step_shape
 from ssdtune.train.prepare import Prepared
 from ssdtune.units import format_time
@@ -33,6 +34,7 @@ class Forecast:
         resource_s: Seconds for which each part of the machine is busy.
         binding: The busiest part.
         run_s: All steps of the run; None if the rows are not known.
+        bars: Every operation, for a picture.
     """
 
     step_s: float
@@ -41,10 +43,17 @@ class Forecast:
     resource_s: dict[str, float]
     binding: str
     run_s: float | None
+    bars: tuple[Bar, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)
+        """Return plain data, without the single operations."""
+        return {name: value for name, value in asdict(self).items() if name != "bars"}
+
+    def picture(self) -> str:
+        """Return the simulated step as SVG."""
+        return draw(
+            self.bars, f"simulated step of {format_time(self.step_s)}; {self.binding} binds"
+        )
 
     def text(self) -> str:
         """Return one line for people."""
@@ -101,6 +110,11 @@ def forecast(prepared: Prepared, rates: Rates) -> Forecast:
         dict(result.resource_s),
         result.binding,
         None if steps is None else steps * result.step_s,
+        tuple(
+            Bar.of(op, span.begin_s, span.end_s)
+            for op, span in zip(schedule.operations, result.spans, strict=True)
+            if span.end_s > span.begin_s
+        ),
     )
 
 

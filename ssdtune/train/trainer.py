@@ -18,6 +18,7 @@ from ssdtune.optim.schedule import learning_rate, warmup_count
 from ssdtune.plan.schedule import Lane
 from ssdtune.report.metrics import MetricsWriter, read_metrics
 from ssdtune.report.progress import Progress
+from ssdtune.report.timeline import Bar, draw
 from ssdtune.store.store import Store
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import OutOfCoreAdam
@@ -25,6 +26,7 @@ from ssdtune.train.checkpoint import TrainerState, save_checkpoint
 from ssdtune.train.engine import Engine
 from ssdtune.train.lanes import Span
 from ssdtune.train.signals import StopSignals
+from ssdtune.units import format_time
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,12 @@ class History:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     checkpoints: list[Path] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def picture(self) -> str:
+        """Return when each operation of `spans`, the last step's, ran, as SVG."""
+        bars = [Bar.of(span.operation, span.start_s, span.end_s) for span in self.spans]
+        return draw(bars, f"measured step of {format_time(self.step_seconds[-1])}")
 
 
 class Trainer:
@@ -153,6 +161,7 @@ class Trainer:
         self.history.losses.append(result.loss)
         self.history.grad_norms.append(result.grad_norm)
         self.history.step_seconds.append(seconds)
+        self.history.spans = result.spans
         tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
         values = {
             "epoch": self._batches.epoch_of(step),

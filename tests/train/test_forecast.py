@@ -127,3 +127,15 @@ def test_a_config_alone_is_planned_as_the_whole_model(tmp_path: Path) -> None:
     del found["model"]["disk_bytes"], found["bare"]["disk_bytes"]  # the export's dtype is not known
     del found["model"]["wear"], found["bare"]["wear"]
     assert found["bare"] == found["model"]
+
+
+def test_pictures_of_the_simulated_and_of_the_measured_step(tmp_path: Path) -> None:
+    from ssdtune.train.finetune import finetune
+
+    prepared = _prepared(tmp_path, max_steps=2, save_steps=0, verify=False)
+    simulated = forecast(prepared, RATES).picture()
+    finetune(prepared.config, quiet=True)
+    measured = (tmp_path / "out" / "timeline.svg").read_text()
+    for picture in (simulated, measured):
+        for name in ("backward block.1, micro-batch 1", "update block.2", "save-gradient head"):
+            assert f"<title>{name}, " in picture
