@@ -133,7 +133,7 @@ def test_pickled_weights_train_like_safetensors(
     before = hash_folder(model_dir)
     run = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "out", ONE_EPOCH)
     assert_matches(run, reference)
-    said = [r.getMessage() for r in caplog.records if "pickled" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "only pickled weights" in r.getMessage()]
     assert len(said) == 1 and "safetensors" in said[0]
     assert hash_folder(model_dir) == before
     assert not list(run.output_dir.glob("*.bin"))
