@@ -2,7 +2,7 @@
 # LoRA on a small model, by command line: bash examples/lora_small.sh [OUTPUT_DIR]
 set -euo pipefail
 output=$(realpath -m "${1:-runs/lora_small_sh}")
-. "$(dirname "${BASH_SOURCE[0]}")/../tools/venv.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/../tools/venv.sh" ""
 
 # A small but real checkpoint; the same one is used again if it is there.
 model=$("$python" -c "from ssdtune.demo import make_demo_checkpoint as make; import sys; print(make(sys.argv[1]))" \

@@ -89,3 +89,13 @@ def test_every_example_is_tested():
 )
 def test_shell_scripts_parse(path):
     subprocess.run(["bash", "-n", path], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    "script", [*ROOT.glob("examples/*.sh"), ROOT / "tests/run.sh"], ids=lambda p: p.name
+)
+def test_scripts_do_not_pass_their_own_arguments_on(script: Path) -> None:
+    """What is sourced without arguments sees those of the script: `demo.sh MODEL` would install an extra MODEL."""
+    for line in script.read_text().splitlines():
+        if line.startswith(". ") and "venv.sh" in line:
+            assert not line.endswith('venv.sh"'), line

@@ -1,4 +1,5 @@
-# Source this to have ssdtune installed in a virtual environment: . tools/venv.sh [EXTRA]
+# Source this to have ssdtune installed in a virtual environment: . tools/venv.sh EXTRA
+# (EXTRA may be "", but must be there: without it bash passes the arguments of the script that sources this)
 #
 # Sets $root (this project) and $python (the environment's). The environment is .venv, or $SSDTUNE_VENV.
 # The package is installed in place, once, and again only when its build or its dependencies change.
