@@ -29,7 +29,7 @@ from ssdtune.hardware.place import (
     mount_of,
     warnings_for,
 )
-from ssdtune.hardware.stream import SMALLEST_FILE_BYTES, Bench, Clock, Moved
+from ssdtune.hardware.stream import CHUNKS_IN_FILE, Bench, Clock, Moved
 from ssdtune.units import MIB, format_disk
 
 KINDS = ("read", "write", "mixed")
@@ -86,15 +86,22 @@ def open_bench(
         drives=drives,
         warnings=warnings_for(place, file_system, drives),
     )
-    if free_bytes * effort.free_share < SMALLEST_FILE_BYTES:
-        needed = format_disk(SMALLEST_FILE_BYTES / effort.free_share)
+    smallest = CHUNKS_IN_FILE * effort.chunk_bytes
+    if free_bytes * effort.free_share < smallest:
+        needed = format_disk(smallest / effort.free_share)
         problem = (
             f"only {format_disk(free_bytes)} are free; measuring needs {needed}. Free space there."
         )
         yield replace(known, problem=problem), None
         return
     memory_bytes = min(128 * MIB, available_host_memory().bytes // 8)
-    with Bench(place, direct=direct, memory_bytes=memory_bytes, clock=clock) as bench:
+    with Bench(
+        place,
+        direct=direct,
+        memory_bytes=memory_bytes,
+        chunk_bytes=effort.chunk_bytes,
+        clock=clock,
+    ) as bench:
         yield replace(known, reflink=has_reflink(place)), bench
 
 
@@ -261,7 +268,7 @@ def _sustained(bench: Bench, best: IoPoint, seconds: float, filled: Moved) -> di
         for _ in range(_ROUNDS):
             for kind in KINDS:
                 runs[kind].append(stream.run(kind, each, sync=True))
-        small = max(bench.size // 64, SMALLEST_FILE_BYTES)
+        small = max(bench.size // 64, bench.smallest_bytes)
         stream.run("read", 0, within=small, at_least=small)
         hot = stream.run("read", seconds * _SHARES["hot"], within=small)
     rates = {kind: statistics.median(run.rate for run in found) for kind, found in runs.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ssdtune.hardware.stream import CHUNK_BYTES
 from ssdtune.units import GIB, KIB, MIB
 
 
@@ -20,6 +21,7 @@ class Effort:
         together_s: For all file systems at once, if there are several.
         free_share: Share of the free space that the file to measure on may take.
         largest_file_bytes: The most that it may take in any case.
+        chunk_bytes: Size of a transfer; the file to measure on holds at least four.
         memory_bytes: Of the arrays that memory and AdamW are measured on; more than the caches hold.
         request_bytes, queue_depths: Settings to try with the best backend.
         shapes: Built-in blocks to measure where no model is named (`ssdtune.hardware.blocks.BUILT_IN`).
@@ -38,6 +40,7 @@ class Effort:
     free_share: float = 0.1
     largest_file_bytes: int = 16 * GIB
     memory_bytes: int = 256 * MIB
+    chunk_bytes: int = CHUNK_BYTES
     request_bytes: tuple[int, ...] = (128 * KIB, 512 * KIB, MIB, 4 * MIB, 8 * MIB)
     queue_depths: tuple[int, ...] = (1, 4, 16, 32)
     shapes: tuple[str, ...] = ("small", "medium")

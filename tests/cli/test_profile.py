@@ -50,7 +50,7 @@ def test_kept_figures_are_shown_again(tmp_path, capsys, monkeypatch, quick):
     [
         (["--drive-seconds", "0"], "--drive-seconds must be above 0"),
         (["--largest-file", "much"], '--largest-file: "much" is not a size'),
-        (["--largest-file", "1MiB"], "--largest-file must be at least 64MiB"),
+        (["--largest-file", "1MiB"], "--largest-file must be at least 128MiB"),
         (["--model", "missing"], "missing does not exist. Name a model folder"),
     ],
 )

@@ -17,8 +17,11 @@ from ssdtune.errors import BackendUnavailableError
 from ssdtune.hardware import drives
 from ssdtune.hardware.drives import measure_bench, measure_together, open_bench, score
 from ssdtune.hardware.figures import DirectoryProfile, IoPoint
-from ssdtune.hardware.stream import CHUNK_BYTES, SMALLEST_FILE_BYTES, Bench, Moved
+from ssdtune.hardware.stream import Bench, Moved
 from tests.hardware.tiny import TINY
+
+CHUNK_BYTES = 2 << 20
+SMALLEST_FILE_BYTES = 4 * CHUNK_BYTES
 
 
 def ticking() -> Callable[[], float]:
@@ -27,7 +30,9 @@ def ticking() -> Callable[[], float]:
 
 
 def bench_in(place: Path, clock: Callable[[], float]) -> Bench:
-    return Bench(place, direct=True, memory_bytes=16 * CHUNK_BYTES, clock=clock)
+    return Bench(
+        place, direct=True, memory_bytes=16 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, clock=clock
+    )
 
 
 def open_files() -> int:
@@ -41,11 +46,11 @@ def test_rates_are_bytes_over_time(tmp_path: Path) -> None:
         assert bench.written_bytes == SMALLEST_FILE_BYTES
         with bench.stream("python", 1 << 20, 4) as stream:
             moved = stream.run("read", 0)
-    # A queue of 4 MiB is filled by one transfer, and eight wait. Looks at the clock: start, after the least that is
+    # A queue of 4 MiB is filled by two transfers, and one waits. Looks at the clock: start, after the least that is
     # moved, one for each finished transfer, end.
-    assert moved.num_bytes == 9 * CHUNK_BYTES
-    assert moved.rate == 9 * CHUNK_BYTES / 11
-    assert [seconds for seconds, _ in moved.marks] == list(range(2, 11))
+    assert moved.num_bytes == 3 * CHUNK_BYTES
+    assert moved.rate == 3 * CHUNK_BYTES / 5
+    assert [seconds for seconds, _ in moved.marks] == [2, 3, 4]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -65,11 +70,11 @@ def test_more_time_moves_more_and_goes_round(tmp_path: Path) -> None:
 
 def test_what_is_written_is_what_is_in_the_file(tmp_path: Path) -> None:
     with bench_in(tmp_path, ticking()) as bench:
-        bench.fill(SMALLEST_FILE_BYTES, 1e9, backend="python")
-        buffers = [bytes(buffer.view[:64]) for buffer in bench.buffers(12)]
+        bench.fill(16 * CHUNK_BYTES, 1e9, backend="python")
+        buffers = [bytes(buffer.view[:64]) for buffer in bench.buffers(9)]
         found = [os.pread(bench.descriptor, 64, i * CHUNK_BYTES) for i in range(16)]
     assert found == (buffers * 2)[:16]
-    assert len(set(found)) == 12  # random, so that nothing can compress or deduplicate it
+    assert len(set(found)) == 9  # random, so that nothing can compress or deduplicate it
 
 
 def test_a_part_of_a_run() -> None:
@@ -96,7 +101,7 @@ def test_a_directory(tmp_path: Path) -> None:
     assert min(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_bytes_per_s) > 0
     assert min(profile.read_burst_bytes_per_s, profile.write_burst_bytes_per_s) > 0
     assert profile.problem == ""
-    assert profile.file_bytes == SMALLEST_FILE_BYTES < profile.written_bytes
+    assert profile.file_bytes == TINY.largest_file_bytes < profile.written_bytes
     assert {point.backend for point in profile.points} >= {"python"}
     assert profile.backend in ("python", "threads")
     assert any("filling" in text for text in said) and any("in flight" in text for text in said)
@@ -263,7 +268,7 @@ from pathlib import Path
 from ssdtune.hardware.drives import measure_bench, open_bench
 from tests.hardware.tiny import TINY
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, resource.RLIM_INFINITY))
 with open_bench(Path(sys.argv[1]), TINY, direct=True, clock=time.perf_counter) as (known, bench):
     print(measure_bench(known, bench, TINY, seconds=0, backends=["python"]).problem)
 """
