@@ -156,7 +156,7 @@ def _add_profile_flags(profile: Parser) -> None:
         "--drive-seconds",
         type=float,
         metavar="S",
-        help="time for each drive (default: 25; quick: 3)",
+        help="time for each drive (default: 25; quick: 1.5)",
     )
     profile.add_argument(
         "--largest-file",
