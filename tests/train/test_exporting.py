@@ -84,7 +84,7 @@ def test_checkpoint_is_the_run_that_ends_there(tmp_path, arch, settings, options
         assert_same_weights(out, end)
         names = {path.name for path in end.iterdir() if path.is_file()}
         assert {path.name for path in out.iterdir()} == names - {
-            "config.yaml", "plan.json", "metrics.jsonl",
+            "config.yaml", "plan.json", "metrics.jsonl", "timeline.svg",
         }  # fmt: skip
     assert hashes(long) == before
 
