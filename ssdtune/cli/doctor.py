@@ -14,7 +14,6 @@ import importlib.util
 import os
 import platform
 import re
-import resource
 import shutil
 import sys
 import tempfile
@@ -174,15 +173,17 @@ def _memory() -> Iterator[Check]:
 
 
 def _locked() -> Iterator[Check]:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+    from ssdtune.hardware.memory import lockable_memory
+
+    limit = lockable_memory()
+    if limit is None:
         yield Check("locked memory", "ok", "no limit")
-    elif soft >= 1 * GIB:
-        yield Check("locked memory", "ok", f"limit {format_memory(soft)}")
+    elif limit >= 1 * GIB:
+        yield Check("locked memory", "ok", f"limit {format_memory(limit)}")
     else:
         yield Check(
             "locked memory", "warn",
-            f"limit {format_memory(soft)} (RLIMIT_MEMLOCK); buffers may stay unpinned",
+            f"limit {format_memory(limit)} (RLIMIT_MEMLOCK); buffers may stay unpinned",
             'Raise it with "ulimit -l unlimited" or in /etc/security/limits.conf.',
         )  # fmt: skip
 

@@ -148,7 +148,6 @@ class _Gradients:
         self.released: dict[str, int | None] = {}
         self.collected: list[int] = []
         self.saved: dict[str, int] = {}
-        self.updates: list[int] = []
         self.next_block_slot = 0
         self.current: dict[str, str] = {}
 
@@ -181,7 +180,6 @@ class _Gradients:
         self.collected.append(done)
         if self.shape.update == "overlap":
             done = add(Lane.ADAM, Kind.UPDATE, stage, after=(done,), slot=slot)
-            self.updates.append(done)
         elif self.shape.gradients == "ssd":
             done = add(Lane.SSD_WRITE, Kind.SAVE_GRADIENT, stage, after=(done,), slot=slot)
             self.saved[stage] = done
