@@ -1,0 +1,104 @@
+"""The nearest plan that fits where the wanted one does not: found by bisection, said as settings to change.
+
+Plain numbers: what a run needs is a function of its batch size and sequence length, given by the caller, who knows
+the model (`ssdtune.train.planning`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ssdtune.units import GIB, MIB
+
+LENGTH_GRAIN = 16
+"""Lengths are rounded down to multiples of this, where they are longer."""
+SHORTEST_LENGTH = 2
+"""Shorter sequences have nothing to learn."""
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """Changes of which each alone makes a run fit; None where none of its kind does.
+
+    Attributes:
+        needed_bytes: What the wanted run needs at least: a budget of this size works.
+        budget_bytes: What there is.
+        batch_size: Largest one at the wanted length.
+        max_length: Longest one at the wanted batch size.
+        short_row: Longest one with a batch size of 1, where neither of the two helps alone.
+    """
+
+    needed_bytes: int
+    budget_bytes: int
+    batch_size: int | None = None
+    max_length: int | None = None
+    short_row: int | None = None
+
+    def text(self) -> str:
+        """Return the changes for people, as settings that can be typed in."""
+        ways = []
+        if self.batch_size is not None:
+            ways.append(f"per_device_train_batch_size {self.batch_size}")
+        if self.max_length is not None:
+            ways.append(f"max_length {self.max_length}")
+        if self.short_row is not None:
+            ways.append(f"per_device_train_batch_size 1 with max_length {self.short_row}")
+        ways.append(f"host_memory {as_setting(self.needed_bytes)} if the machine has it")
+        text = f"What would fit: {', or '.join(ways)}."
+        if len(ways) == 1:
+            text = f"No batch size or length fits. {text}"
+        return text
+
+
+def nearest_fit(
+    needed: Callable[[int, int], int], batch_size: int, max_length: int, budget_bytes: int
+) -> Nearest | None:
+    """Find what to change so that a run fits.
+
+    Args:
+        needed: Bytes that a run needs at least, by batch size and length; never less for more of either.
+        batch_size, max_length: What is wanted.
+
+    Returns:
+        None if the wanted run fits.
+    """
+    wanted = needed(batch_size, max_length)
+    if wanted <= budget_bytes:
+        return None
+
+    def longest(size: int) -> int | None:
+        found = largest(lambda n: needed(size, n) <= budget_bytes, SHORTEST_LENGTH, max_length - 1)
+        if found is None or found < LENGTH_GRAIN:
+            return found
+        return found // LENGTH_GRAIN * LENGTH_GRAIN
+
+    size = largest(lambda n: needed(n, max_length) <= budget_bytes, 1, batch_size - 1)
+    length = longest(batch_size)
+    alone = size is not None or length is not None
+    return Nearest(wanted, budget_bytes, size, length, None if alone else longest(1))
+
+
+def largest(holds: Callable[[int], bool], low: int, high: int) -> int | None:
+    """Return the largest number from `low` to `high` for which a condition holds; None if there is none.
+
+    Args:
+        holds: Once false, false for all larger numbers.
+    """
+    if high < low or not holds(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def as_setting(num_bytes: int) -> str:
+    """Write bytes as a size that can be typed in, rounded up: `3.2GiB`, `640MiB`."""
+    if num_bytes < GIB:
+        return f"{-(-num_bytes // MIB)}MiB"
+    tenths = -(-num_bytes * 10 // GIB)
+    return f"{tenths // 10}.{tenths % 10}GiB" if tenths % 10 else f"{tenths // 10}GiB"
