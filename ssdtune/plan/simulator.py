@@ -2,10 +2,8 @@
 
 Discrete events. A lane runs its operations in order, one at a time; an operation starts once it is at the head
 of its lane and all that it waits for is over. While it runs it uses **resources** (drives, link, cores, memory
-bandwidth), which lanes share: its cost says for how many seconds it would occupy each resource alone. All of
-these are used at the same pace, as a pipeline of small chunks does, so alone it takes as long as its largest
-figure. Where a resource is short, everybody that uses it runs at the same fraction of their own pace (max-min
-fair sharing); what others leave unused is taken up.
+bandwidth), which lanes share: its cost says for how many seconds it would occupy each resource alone. How fast
+operations are side by side is `ssdtune.plan.sharing`'s.
 
 Plain numbers only. What an operation moves is `ssdtune.plan.ledger`'s, how long that takes `ssdtune.plan.hardware`'s.
 """
@@ -14,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ssdtune.plan.schedule import Schedule
-
-EPSILON = 1e-12
-"""Shares of an operation, and of a resource, below this count as nothing."""
+from ssdtune.plan.sharing import EPSILON, IDLE, Sharing
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class Cost:
         return max(self.seconds.values(), default=0.0)
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """When an operation ran, in seconds from the start of the step."""
 
     begin_s: float
@@ -91,96 +87,82 @@ def simulate(
             cost is negative.
     """
     operations = schedule.operations
-    _check(schedule, costs)
-    lanes: dict[str, list[int]] = {}
-    followers: list[list[int]] = [[] for _ in operations]
-    waiting = [len(set(operation.after)) for operation in operations]
-    for operation in operations:
-        lanes.setdefault(operation.lane, []).append(operation.index)
-        for other in set(operation.after):
-            followers[other].append(operation.index)
-    head = dict.fromkeys(lanes, 0)
+    if len(costs) != len(operations):
+        raise ValueError(f"{len(costs)} costs for {len(operations)} operations")
+    sharing = Sharing([cost.seconds for cost in costs])
+    kinds = sharing.kinds
+    names: dict[str, int] = {}
+    lane_of = [names.setdefault(operation.lane, len(names)) for operation in operations]
+    followers, waiting = _dependencies(schedule)
+    queues: list[list[int]] = [[] for _ in names]  # of each lane, the next operation last
+    for index in range(len(operations) - 1, -1, -1):
+        queues[lane_of[index]].append(index)
+
+    current = [IDLE] * len(names)  # what each lane runs, and its kind
+    running = [IDLE] * len(names)
+    left = [0.0] * len(names)  # share of it that is still to be done
     begin, end = [0.0] * len(operations), [0.0] * len(operations)
-    left: dict[int, float] = {}
-    lane_s = dict.fromkeys(lanes, 0.0)
-    resource_s: dict[str, float] = {}
+    lane_s = [0.0] * len(names)
     memory = _Memory(held_bytes or {})
     now = 0.0
-
-    def start_ready() -> None:
-        for lane, order in lanes.items():
-            place = head[lane]
-            if place < len(order) and order[place] not in left and not waiting[order[place]]:
-                index = order[place]
-                begin[index] = now
-                left[index] = 1.0
-                memory.take(costs[index].acquires)
-
-    start_ready()
-    while left:
-        paces = _paces([costs[index] for index in left])
-        running = list(zip(left, paces))
-        step = min(left[index] / pace for index, pace in running)
-        now += step
+    candidates = list(range(len(names)))  # lanes whose next operation may have become ready
+    while True:
         finished = []
-        for index, pace in running:
-            done = step * pace
-            for resource, seconds in costs[index].seconds.items():
-                share = min(done, left[index]) * seconds
-                resource_s[resource] = resource_s.get(resource, 0.0) + share
-            left[index] -= done
-            if left[index] <= EPSILON:
-                finished.append(index)
-        for index in finished:
-            del left[index]
+        for lane in candidates:
+            queue = queues[lane]
+            if current[lane] != IDLE or not queue or waiting[queue[-1]]:
+                continue
+            current[lane] = index = queue.pop()
+            begin[index] = now
+            memory.take(costs[index].acquires)
+            if sharing.takes_time(kinds[index]):
+                running[lane] = kinds[index]
+                left[lane] = 1.0
+            else:
+                finished.append(lane)  # what takes no time is over at once
+        if not finished:
+            paces = sharing.paces(tuple(running))
+            if not paces:
+                break
+            step = min([left[lane] / pace for lane, pace in paces])
+            now += step
+            for lane, pace in paces:
+                left[lane] -= step * pace
+                if left[lane] <= EPSILON:
+                    finished.append(lane)
+                    running[lane] = IDLE
+        candidates = finished.copy()
+        for lane in finished:
+            index = current[lane]
+            current[lane] = IDLE
             end[index] = now
-            lane = operations[index].lane
-            lane_s[lane] += end[index] - begin[index]
-            head[lane] += 1
+            lane_s[lane] += now - begin[index]
             memory.give(costs[index].releases)
             for follower in followers[index]:
                 waiting[follower] -= 1
-        start_ready()
-    spans = tuple(Span(b, e) for b, e in zip(begin, end))
-    return Simulation(now, {str(k): v for k, v in lane_s.items()}, resource_s, spans, memory.peak)
+                if not waiting[follower]:
+                    candidates.append(lane_of[follower])
+    return Simulation(
+        step_s=now,
+        lane_s={str(name): seconds for name, seconds in zip(names, lane_s)},
+        resource_s=sharing.occupied_s(),
+        spans=tuple(map(Span, begin, end)),
+        peak_bytes=memory.peak,
+    )
 
 
-def _check(schedule: Schedule, costs: Sequence[Cost]) -> None:
-    if len(costs) != len(schedule.operations):
-        raise ValueError(f"{len(costs)} costs for {len(schedule.operations)} operations")
-    for operation, cost in zip(schedule.operations, costs):
-        if any(other >= operation.index for other in operation.after):
-            raise ValueError(f"operation {operation.index} waits for {operation.after}, not before")
-        if any(not 0 <= seconds < float("inf") for seconds in cost.seconds.values()):
-            raise ValueError(f"operation {operation.index} takes {dict(cost.seconds)} seconds")
-
-
-def _paces(costs: Sequence[Cost]) -> list[float]:
-    """Return the share of each operation that gets done in a second.
-
-    All speed up together, each relative to its pace alone, until a resource is used up. Its users stay at
-    that speed, the others go on.
-    """
-    speed = [1.0] * len(costs)
-    alone = [cost.alone_s for cost in costs]
-    free = {resource: 1.0 for cost in costs for resource in cost.seconds}
-    open_ = {i for i, seconds in enumerate(alone) if seconds > EPSILON}
-    while open_:
-        limits = {}
-        for resource, room in free.items():
-            use = sum(costs[i].seconds.get(resource, 0.0) / alone[i] for i in open_)
-            if use > EPSILON:
-                limits[resource] = max(room, 0.0) / use
-        tightest = min(limits, key=lambda name: limits[name])
-        level = limits[tightest]
-        fixed = {i for i in open_ if costs[i].seconds.get(tightest, 0.0) > 0}
-        for i in fixed:
-            speed[i] = level
-            for resource, seconds in costs[i].seconds.items():
-                free[resource] -= level * seconds / alone[i]
-        open_ -= fixed
-    # What takes no time is over at once: any large pace does.
-    return [s / a if a > EPSILON else 1 / EPSILON for s, a in zip(speed, alone)]
+def _dependencies(schedule: Schedule) -> tuple[list[list[int]], list[int]]:
+    """Return for each operation who waits for it, and how many it waits for."""
+    followers: list[list[int]] = [[] for _ in schedule.operations]
+    waiting = []
+    for index, operation in enumerate(schedule.operations):
+        after = operation.after
+        waiting.append(len(after))
+        for other in after:
+            if other >= index:
+                raise ValueError(f"operation {index} waits for {after}, not before")
+            followers[other].append(index)
+    return followers, waiting
 
 
 class _Memory:
