@@ -1,0 +1,245 @@
+"""One cell of the table: what is run for it, and the record of figures that comes out.
+
+In this order: rates of the machine, forecast, the run itself, rates again, and the same training in memory. The bounds use
+the mean of both measurements of the rates; the forecast can only know the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from bench.bounds import Rates, Step, bounds, computing_reads
+from bench.models import SIZES, Size, write_rows
+from bench.process import Failed, Watched, run, run_json
+
+SEQUENCE = 256
+MODES = {"overlap": "0", "deferred": "1.0"}
+"""Values of max_grad_norm: without clipping AdamW runs beside backward, with it beside the next forward."""
+SLACK = 1.05
+"""Host memory that streamed runs get, beside what the plan needs without any cache."""
+BENCH = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is varied."""
+
+    model: str
+    method: str
+    batch: int
+    mode: str
+    memory: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.method} {self.batch}x{SEQUENCE} {self.memory} {self.mode}"
+
+
+@dataclass
+class Bench:
+    """What all cells share: the folder, the settings, and what need not be measured twice."""
+
+    folder: Path
+    steps: int
+    quick: bool
+    dtype: str
+    in_memory_steps: int
+    recompute_share: float
+    extra: Sequence[str] = ()
+    in_memory: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+
+    def model(self, name: str) -> Path:
+        """Return a model's folder; the model is made when it is first wanted."""
+        folder = self.folder / f"model-{name}"
+        if not folder.exists():
+            run([sys.executable, str(BENCH / "models.py"), name, str(folder)], self.folder)
+            os.sync()
+        return folder
+
+    def profile(self, name: str) -> Path:
+        """Return the file with this machine's profile and the model's block; measured when first wanted."""
+        path = self.folder / f"profile-{name}.json"
+        command = [*ssdtune("profile", str(self.folder), "--model", str(self.model(name)))]
+        run(
+            [*command, "--output", str(path), *(["--quick"] if self.quick else []), "-q"],
+            self.folder,
+        )
+        if not self.dtype:
+            fast = json.loads(path.read_text())["compute_dtypes"]
+            self.dtype = "bf16" if "bf16" in fast else "fp32"
+        return path
+
+    def rows(self, name: str, batch: int) -> Path:
+        path = self.folder / f"rows-{SIZES[name].vocabulary}-{batch}.jsonl"
+        steps = max(self.steps, self.in_memory_steps)
+        write_rows(path, steps * batch, SEQUENCE, SIZES[name].vocabulary)
+        return path
+
+    def rates(self, cell: Cell, profile: Path, fresh: Path) -> dict[str, Any]:
+        """Measure the machine as it is now."""
+        tokens = cell.batch * SEQUENCE
+        effort = ("--seconds", "0.1", "--rounds", "1", "--size", "256MiB") if self.quick else ()
+        return run_json(
+            [
+                sys.executable, str(BENCH / "rates.py"), str(profile), str(self.model(cell.model)),
+                "--tokens", str(tokens), "--sequence", str(SEQUENCE), "--dtype", self.dtype,
+                "--fresh", str(fresh), *effort,
+            ],
+            self.folder,
+        )  # fmt: skip
+
+
+def ssdtune(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ssdtune", *arguments]
+
+
+def measure_cell(cell: Cell, bench: Bench) -> dict[str, Any]:
+    """Run a cell.
+
+    Returns:
+        Its record; of one that does not fit or fails just "skipped" or "failed", the reason.
+    """
+    record: dict[str, Any] = {"cell": vars(cell), "name": cell.name}
+    output = bench.folder / "out"
+    try:
+        return record | _measure(cell, bench, output)
+    except Failed as error:
+        return record | {"failed": str(error)}
+    finally:
+        shutil.rmtree(output, ignore_errors=True)
+
+
+def _measure(cell: Cell, bench: Bench, output: Path) -> dict[str, Any]:
+    profile, fresh = bench.profile(cell.model), bench.folder / "fresh.json"
+    rates = [bench.rates(cell, profile, fresh)]
+    flags = [
+        str(bench.model(cell.model)), "--method", cell.method, "--train-file", str(bench.rows(cell.model, cell.batch)),
+        "--output-dir", str(output), "--max-length", str(SEQUENCE), "--max-steps", str(bench.steps),
+        "--per-device-train-batch-size", str(cell.batch), "--max-grad-norm", MODES[cell.mode],
+        "--dtype", bench.dtype, "--device", "cpu", "--save-steps", "0", *bench.extra,
+    ]  # fmt: skip
+
+    def plan() -> dict[str, Any]:
+        command = ssdtune("plan", *flags, "--json", "--hardware", str(fresh))
+        found: dict[str, Any] = run_json(command, bench.folder, codes=(0, 3))
+        return found
+
+    if cell.memory == "streamed":
+        flags += ["--host-cache", "0"]
+        if (least := plan())["memory"]:
+            budget = int(SLACK * least["memory"]["host_bytes"])
+            flags += ["--host-memory", str(budget)]
+    planned = plan()
+    if not planned["fits"]:
+        return {"skipped": " ".join(planned["problems"])}
+    command = ssdtune("finetune", *flags, "--json", "-q")
+    seen = run(command, bench.folder, metrics=output / "metrics.jsonl")
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    steps = [step for step in map(json.loads, lines) if step["event"] == "step"]
+    shutil.rmtree(output)  # its export would still be on its way to the drives
+    os.sync()
+    if not bench.quick:
+        rates.append(bench.rates(cell, profile, fresh))
+    found = measured(cell, steps, seen, json.loads(seen.output))
+    step = step_of(cell, SIZES[cell.model], steps, planned, bench)
+    names = [f.name for f in fields(Rates)]
+    mean = {name: statistics.fmean(each[name] for each in rates) for name in names}
+    found["bound"] = bounds(step, cell.mode, Rates(**mean))
+    found |= {"rates": rates, "plan": planned, "in_memory": _in_memory(cell, bench)}
+    return found | comparisons(found)
+
+
+def measured(
+    cell: Cell, steps: list[dict[str, Any]], seen: Watched, result: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a run's figures per step. The first step, which takes over the weights, and the last, which ends with all
+    pending updates, don't count."""
+    counted, size = steps[1:-1], SIZES[cell.model]
+    if len(seen.io) < len(steps) - 1:
+        raise Failed("the run ended before its bytes could be read; more steps are needed")
+    per_step = {}
+    for number, way in enumerate(("read", "written")):
+        moved = seen.io[len(steps) - 2][number] - seen.io[0][number]
+        own = sum(sum(step[f"bytes_{way}"].values()) for step in counted)
+        per_step[f"kernel_{way}_bytes_per_parameter"] = moved / len(counted) / size.parameters
+        per_step[f"own_{way}_bytes_per_parameter"] = own / len(counted) / size.parameters
+    lanes = {
+        lane: statistics.median(step["lane_s"][lane] for step in counted)
+        for lane in counted[0]["lane_s"]
+    }
+    return {
+        "parameters": size.parameters,
+        "tokens": cell.batch * SEQUENCE,
+        "all_step_s": [step["step_s"] for step in steps],
+        "step_s": statistics.median(step["step_s"] for step in counted),
+        "lane_s": lanes,
+        **per_step,
+        "peak_memory_bytes": max(seen.peak_bytes, result["peak_memory_bytes"]),
+        "planned_memory_bytes": result["planned_memory_bytes"],
+        "losses": result["losses"],
+    }
+
+
+def step_of(
+    cell: Cell, size: Size, steps: list[dict[str, Any]], planned: dict[str, Any], bench: Bench
+) -> Step:
+    """Return the work of a step; how much of it is cached follows from the bytes of the middle steps."""
+    counted = steps[1:-1]
+
+    def moved(way: str, kind: str) -> float:
+        return statistics.fmean(step[f"bytes_{way}"].get(kind, 0) for step in counted)
+
+    trained = planned["estimate"]["trained_parameters"]
+    frozen = cell.method == "lora"
+    split = bench.dtype == "bf16"
+    step = Step(
+        hidden=size.hidden, num_blocks=size.blocks, block_parameters=size.block_parameters,
+        head_parameters=size.head_parameters, tokens=cell.batch * SEQUENCE, sequence=SEQUENCE,
+        trained_parameters=trained, frozen=frozen, weight_bytes=2 if split or frozen else 4, split=split,
+        gradient_bytes=moved("written", "gradients"), activation_bytes=moved("written", "activations"),
+        recompute_share=bench.recompute_share,
+    )  # fmt: skip
+    states = min(1.0, moved("written", "moments") / (8 * trained))
+    weights = min(1.0, moved("read", "weights") / sum(computing_reads(step))) if frozen else states
+    return Step(**{**vars(step), "streamed_states": states, "streamed_weights": weights})
+
+
+def _in_memory(cell: Cell, bench: Bench) -> dict[str, Any]:
+    """Return the step time of the same training in memory; measured once for all memories."""
+    key = (cell.model, cell.method, cell.batch, cell.mode)
+    if key not in bench.in_memory and bench.in_memory_steps:
+        command = [
+            sys.executable, str(BENCH / "in_memory.py"), str(bench.model(cell.model)),
+            str(bench.rows(cell.model, cell.batch)), "--method", cell.method, "--batch", str(cell.batch),
+            "--steps", str(bench.in_memory_steps), "--dtype", bench.dtype, "--max-grad-norm", MODES[cell.mode],
+        ]  # fmt: skip
+        try:
+            found = run_json(command, bench.folder)
+        except Failed as error:
+            found = {"skipped": str(error)}
+        bench.in_memory[key] = found
+    return bench.in_memory.get(key, {"skipped": "not asked for"})
+
+
+def comparisons(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the ratios and errors of a record."""
+    step, forecast, alone = found["step_s"], found["plan"]["forecast"], found["in_memory"]
+    in_memory = statistics.median(alone["step_s"][1:]) if "step_s" in alone else None
+    peak = found["peak_memory_bytes"]
+    return {
+        "forecast_s": forecast["step_s"] if forecast else None,
+        "forecast_error": forecast["step_s"] / step - 1 if forecast else None,
+        "memory_error": found["planned_memory_bytes"] / peak - 1,
+        "in_memory_s": in_memory,
+        "to_in_memory": in_memory and step / in_memory,
+        "to_bound": step / found["bound"]["mode_s"],
+        "to_ultimate": step / found["bound"]["ultimate_s"],
+    }
