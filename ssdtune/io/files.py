@@ -60,6 +60,7 @@ class FileTicket:
         self._wanted = buffer.nbytes
         self._minimum = minimum
         self._outcome = (0, 0)
+        self._hint = ""
 
     def done(self) -> bool:
         """Say whether `wait` would return at once."""
@@ -72,6 +73,8 @@ class FileTicket:
         if transfer is not None:
             self._outcome = transfer.wait()
             if self._transfer is not None:
+                # An engine whose failures are not all error numbers says the others in words.
+                self._hint = getattr(transfer, "hint", "")
                 self._transfer = self._buffer = None
                 if not self._file.direct:
                     self._files.drop_cache(self._file, self._offset, self._wanted)
@@ -84,6 +87,7 @@ class FileTicket:
                 offset=self._offset,
                 wanted=self._wanted,
                 done=moved,
+                hint=self._hint,
             )
 
 

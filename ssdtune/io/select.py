@@ -11,13 +11,17 @@ from typing import NamedTuple
 
 from ssdtune.errors import BackendUnavailableError
 from ssdtune.io.backend import Backend
+from ssdtune.io.kvikio_backend import KvikioBackend
 from ssdtune.io.native import NativeBackend, extension_problem
 from ssdtune.io.threads import PythonBackend
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("io_uring", "libaio", "threads", "python")
-"""All backends, the preferred first."""
+"""All backends that need nothing but the system, the preferred first."""
+
+ON_REQUEST = ("kvikio",)
+"""Backends that are used only if they are asked for by name."""
 
 
 class BackendProbe(NamedTuple):
@@ -32,8 +36,8 @@ def open_backend(name: str = "auto", *, queue_depth: int, request_bytes: int) ->
     """Open an I/O backend.
 
     Args:
-        name: One of `BACKENDS`, or "auto" for the first of them that works (one logged line says which were
-            passed over, and why).
+        name: One of `BACKENDS` or `ON_REQUEST`, or "auto" for the first of `BACKENDS` that works (one logged
+            line says which were passed over, and why).
         queue_depth: Requests in flight.
         request_bytes: Size of one request; a multiple of 4096.
 
@@ -58,7 +62,7 @@ def open_backend(name: str = "auto", *, queue_depth: int, request_bytes: int) ->
 
 
 def probe_backends(*, queue_depth: int = 16, request_bytes: int = 1 << 20) -> list[BackendProbe]:
-    """Try every backend with these settings and say what works."""
+    """Try every one of `BACKENDS` with these settings and say what works."""
     probes = []
     for name in BACKENDS:
         try:
@@ -73,6 +77,9 @@ def probe_backends(*, queue_depth: int = 16, request_bytes: int = 1 << 20) -> li
 def _make(name: str, queue_depth: int, request_bytes: int) -> Backend:
     if name == "python":
         return PythonBackend(queue_depth=queue_depth, request_bytes=request_bytes)
+    if name == "kvikio":
+        return KvikioBackend(queue_depth=queue_depth, request_bytes=request_bytes)
     if name not in BACKENDS:
-        raise ValueError(f'unknown I/O backend "{name}"; there are auto, {", ".join(BACKENDS)}')
+        known = ", ".join(("auto", *BACKENDS, *ON_REQUEST))
+        raise ValueError(f'unknown I/O backend "{name}"; there are {known}')
     return NativeBackend(name, queue_depth=queue_depth, request_bytes=request_bytes)

@@ -323,7 +323,8 @@ def test_two_drives_are_used_with_constant_descriptors(tmp_path, backend):
     before = count()
     with create(tmp_path, backend) as store:
         opened = count()
-        assert opened <= before + 4
+        # kvikio opens each of the two files twice more, once for direct I/O
+        assert opened <= before + (8 if backend.name == "kvikio" else 4)
         for seed in range(5):
             for unit in UNITS:
                 write_unit(store, unit.name, seed)

@@ -1,0 +1,387 @@
+"""NVIDIA's kvikio as a backend: also to and from device memory, with GPUDirect Storage where the machine has it.
+
+kvikio (`pip install "ssdtune[gds]"`) has threads of its own that call pread and pwrite on host memory. Device memory
+goes directly between drive and card if cuFile can do that (GDS), else through kvikio's bounce buffers
+(compatibility mode). Which of these it is, kvikio itself says: see `KvikioBackend.describe`. Files, checks and
+tickets are in `ssdtune.io.files`; nothing here imports kvikio before a backend is made.
+"""
+
+from __future__ import annotations
+
+import errno as errno_names
+import importlib
+import logging
+import math
+import os
+import queue
+import re
+import stat
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+
+from ssdtune.errors import BackendUnavailableError, StorageError
+from ssdtune.io.backend import ALIGNMENT, File
+from ssdtune.io.files import FileBackend, FileTicket
+from ssdtune.units import format_memory
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 64
+"""Threads of kvikio at most, however deep the queue: each has one request in flight."""
+
+INSTALL = 'pip install "ssdtune[gds]"'
+
+
+@dataclass(frozen=True, slots=True)
+class KvikioState:
+    """What kvikio says of itself. Its settings belong to the process: the last backend that was made set them.
+
+    Attributes:
+        mode: How device memory is reached: "gds"; "cufile", cuFile without GDS; or "compatibility", kvikio's own way.
+        compat_mode: kvikio's setting: "OFF", "ON" or "AUTO".
+        num_threads: Requests in flight at most.
+        task_bytes: Size of one request, also of one bounce buffer of pinned host memory for each thread.
+        moved_bytes: What went each way since the backend was made, in all of the process: "POSIX" through
+            pread and pwrite, "GDS" through cuFile. Empty if this kvikio does not count.
+    """
+
+    version: str
+    mode: str
+    compat_mode: str
+    num_threads: int
+    task_bytes: int
+    moved_bytes: dict[str, int]
+
+    def __str__(self) -> str:
+        how = {
+            "gds": "GPUDirect Storage",
+            "cufile": "cuFile without GPUDirect Storage: device memory goes through host memory",
+            "compatibility": "compatibility mode: device memory goes through host memory",
+        }[self.mode]
+        threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
+        return (
+            f"kvikio {self.version}, {how}; {threads}, requests of {format_memory(self.task_bytes)}"
+        )
+
+
+@runtime_checkable
+class DeviceArray(Protocol):
+    """Memory of a CUDA device, such as a CUDA tensor of torch."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+class _DeviceBytes:
+    """A contiguous range of device memory that can be sliced; does for it what memoryview does for host memory."""
+
+    def __init__(self, address: int, nbytes: int, readonly: bool) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.readonly = readonly
+
+    @classmethod
+    def of(cls, array: DeviceArray) -> _DeviceBytes:
+        """Return all bytes of an array.
+
+        Raises:
+            ValueError: The array is not contiguous.
+        """
+        interface = array.__cuda_array_interface__
+        shape, item_bytes = interface["shape"], np.dtype(interface["typestr"]).itemsize
+        packed = [item_bytes * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        if interface.get("strides") not in (None, tuple(packed)):
+            raise ValueError("the buffer is not contiguous")
+        address, readonly = interface["data"]
+        return cls(address, item_bytes * math.prod(shape), readonly)
+
+    def __getitem__(self, part: slice) -> _DeviceBytes:
+        start, end, _ = part.indices(self.nbytes)
+        return _DeviceBytes(self.address + start, end - start, self.readonly)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, self.readonly),
+            "version": 3,
+        }
+
+
+class _KvikioTransfer:
+    """The requests of one transfer; `settle` is called once, by the backend's thread."""
+
+    def __init__(self, requests: list[tuple[int, int, Any]], there: int) -> None:
+        self._requests = requests
+        self._outcome = (0, there)
+        self._finished = threading.Event()
+        self.hint = ""
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def wait(self) -> tuple[int, int]:
+        self._finished.wait()
+        return self._outcome
+
+    def settle(self) -> None:
+        """Wait for every request, whatever became of those before, and keep the first failure."""
+        failed = False
+        for start, num_bytes, future in self._requests:
+            number, hint, moved = 0, "", 0
+            try:
+                if isinstance(future, Exception):
+                    raise future
+                moved = int(future.get())
+            except Exception as error:
+                number, hint = _explain(error)
+            if not failed and moved < num_bytes:
+                failed = True
+                self._outcome = (number, start + moved)
+                self.hint = hint
+        self._requests = []
+        self._finished.set()
+
+
+class KvikioBackend(FileBackend):
+    """Moves bytes with kvikio; buffers are host memory, or anything with `__cuda_array_interface__`.
+
+    The caller sees to it that the device is done with a device buffer before a transfer starts.
+
+    kvikio's settings belong to the process, so backends share them: the number of threads is that of the last one
+    made; and once a file is opened for direct I/O, aligned parts of all transfers are direct, also those of
+    files that were not.
+
+    Args:
+        queue_depth: Most requests in flight; also the number of kvikio's threads, up to `MAX_THREADS`.
+        request_bytes: Size of one request.
+
+    Raises:
+        BackendUnavailableError: It does not work on this machine; says why and what helps.
+    """
+
+    name = "kvikio"
+
+    def __init__(self, *, queue_depth: int, request_bytes: int) -> None:
+        super().__init__(queue_depth=queue_depth, request_bytes=request_bytes)
+        problem = kvikio_problem()
+        if problem:
+            raise BackendUnavailableError(f"I/O backend kvikio is not available: {problem}")
+        self._kvikio: Any = importlib.import_module("kvikio")
+        self._defaults: Any = importlib.import_module("kvikio.defaults")
+        num_threads = min(queue_depth, MAX_THREADS)
+        if self._defaults.get("num_threads") != num_threads:  # setting it makes new threads
+            self._defaults.set("num_threads", num_threads)
+        self._defaults.set({"task_size": request_bytes, "bounce_buffer_size": request_bytes})
+        counter = getattr(self._kvikio, "SummaryMonitor", None)  # from 26.10 on
+        self._counter = counter() if counter else None
+        self._handles: dict[int, Any] = {}
+        self._under_way: queue.SimpleQueue[_KvikioTransfer | None] = queue.SimpleQueue()
+        # A thread asks kvikio for results, so that a waiting main thread can be interrupted and loses none.
+        self._thread = threading.Thread(target=self._settle, name="ssdtune-kvikio", daemon=True)
+        self._thread.start()
+        logger.debug("%s", self.describe())
+
+    def describe(self) -> KvikioState:
+        """Return what kvikio says of itself and of what it has moved."""
+        return _state(self._defaults, self._counter)
+
+    def open(
+        self, path: Path, *, writable: bool = False, create: bool = False, direct: bool = True
+    ) -> File:
+        """Open a file; without direct I/O (and one logged warning) where the file system has none."""
+        file = super().open(path, writable=writable, create=create, direct=direct)
+        descriptor = self._files.descriptor(file, "open")
+        try:
+            handle = self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+" if writable else "r")
+        except Exception as error:
+            self._files.close(file)
+            number, hint = _explain(error)
+            raise StorageError("open", path, errno=number, hint=hint) from None
+        self._handles[descriptor] = handle
+        self._let_be_direct(file.direct)
+        return file
+
+    def read(
+        self,
+        file: File,
+        offset: int,
+        buffer: memoryview | DeviceArray,
+        *,
+        minimum: int | None = None,
+    ) -> FileTicket:
+        """Start filling `buffer` from `offset`; see `Backend.read`. A device buffer may have any address."""
+        if not isinstance(buffer, DeviceArray):
+            return super().read(file, offset, buffer, minimum=minimum)
+        view = _checked_device(file, offset, buffer)
+        if view.readonly:
+            raise ValueError("the buffer to read into is read-only")
+        wanted = view.nbytes if minimum is None else minimum
+        return self._submit(False, file, offset, cast(memoryview, view), wanted)
+
+    def write(self, file: File, offset: int, buffer: memoryview | DeviceArray) -> FileTicket:
+        """Start writing `buffer` at `offset`; the same rules as for `read`."""
+        if not isinstance(buffer, DeviceArray):
+            return super().write(file, offset, buffer)
+        view = _checked_device(file, offset, buffer)
+        return self._submit(True, file, offset, cast(memoryview, view), view.nbytes)
+
+    def close_file(self, file: File) -> None:
+        """Wait for the file's transfers and close it; buffered files drop their page cache first."""
+        descriptor = self._files.descriptor(file, "close")
+        self._drain(file.handle)
+        handle = self._handles.pop(descriptor, None)
+        if handle is not None:
+            handle.close()
+        super().close_file(file)
+
+    def _start(
+        self, write: bool, descriptor: int, direct: bool, offset: int, view: memoryview
+    ) -> _KvikioTransfer:
+        handle = self._handles[descriptor]
+        call = handle.pwrite if write else handle.pread
+        # Reading beyond the end of a file is an error for kvikio; here it depends on what the caller needs.
+        there = view.nbytes if write else _bytes_there(descriptor, offset, view.nbytes)
+        requests: list[tuple[int, int, Any]] = []
+        for start in range(0, there, self.request_bytes):
+            size = min(self.request_bytes, there - start)
+            try:
+                future = call(view[start : start + size], size, offset + start, size)
+            except Exception as error:
+                requests.append((start, size, error))
+                break
+            requests.append((start, size, future))
+        transfer = _KvikioTransfer(requests, there)
+        self._under_way.put(transfer)
+        return transfer
+
+    def _settle(self) -> None:
+        while (transfer := self._under_way.get()) is not None:
+            transfer.settle()
+
+    def _stop(self) -> None:
+        self._under_way.put(None)
+        self._thread.join()
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+        if self._counter is not None:
+            self._counter.stop()
+
+    def _let_be_direct(self, direct: bool) -> None:
+        """Set kvikio's switch, one for all files of the process: on from the first direct file on."""
+        direct = direct or self._defaults.get("auto_direct_io_read")
+        self._defaults.set({"auto_direct_io_read": direct, "auto_direct_io_write": direct})
+
+
+def kvikio_problem() -> str:
+    """Return why kvikio cannot be used, with the remedy; empty if it moves bytes to a file and back."""
+    try:
+        kvikio: Any = importlib.import_module("kvikio")
+        defaults: Any = importlib.import_module("kvikio.defaults")
+    except ModuleNotFoundError as error:
+        if error.name == "kvikio":
+            return f"kvikio is not installed. It comes with {INSTALL} (2 to 3 GB)."
+        return f"kvikio cannot be imported ({error}). Install it again: {INSTALL}."
+    except Exception as error:
+        return f"kvikio cannot be imported ({_first_line(error)}). Install it again: {INSTALL}."
+    try:
+        defaults.get("auto_direct_io_read")
+    except KeyError:
+        return f"kvikio {kvikio.__version__} is too old. Install 26.2 or newer: {INSTALL}."
+    descriptor = os.memfd_create("ssdtune-kvikio", os.MFD_CLOEXEC)
+    try:
+        content, back = b"kvikio", bytearray(6)
+        with kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+") as file:
+            file.pwrite(content).get()
+            file.pread(back).get()
+    except Exception as error:
+        if "libcuda" in str(error):
+            return (
+                "there is no NVIDIA driver (libcuda.so.1), which kvikio needs even for host memory. "
+                "Use another backend where there is no GPU."
+            )
+        return (
+            f"kvikio fails ({_explain_shortly(error)}). Check nvidia-smi, or use another backend."
+        )
+    finally:
+        os.close(descriptor)
+    if back != content:
+        return "kvikio does not read what it has written. Use another backend."
+    return ""
+
+
+def kvikio_state() -> KvikioState:
+    """Return what kvikio says of itself; ask only where `kvikio_problem` finds none."""
+    return _state(importlib.import_module("kvikio.defaults"), None)
+
+
+def _state(defaults: Any, counter: Any) -> KvikioState:
+    kvikio: Any = importlib.import_module("kvikio")
+    mode = "compatibility"
+    if not defaults.is_compat_mode_preferred():
+        driver: Any = importlib.import_module("kvikio.cufile_driver")
+        mode = "gds" if driver.get("is_gds_available") else "cufile"
+    totals = counter.get().by_backend if counter else {}
+    return KvikioState(
+        version=kvikio.__version__,
+        mode=mode,
+        compat_mode=defaults.get("compat_mode").name,
+        num_threads=defaults.get("num_threads"),
+        task_bytes=defaults.get("task_size"),
+        moved_bytes={
+            name: total["bytes_transferred"]
+            for name, total in totals.items()
+            if total["bytes_transferred"]
+        },
+    )
+
+
+def _bytes_there(descriptor: int, offset: int, wanted: int) -> int:
+    """Return how many of the wanted bytes the file has."""
+    status = os.fstat(descriptor)
+    return min(wanted, max(status.st_size - offset, 0)) if stat.S_ISREG(status.st_mode) else wanted
+
+
+def _checked_device(file: File, offset: int, buffer: DeviceArray) -> _DeviceBytes:
+    """Return a device buffer's bytes after checking what a transfer needs."""
+    view = _DeviceBytes.of(buffer)
+    if offset < 0:
+        raise ValueError(f"offset is {offset}; it must not be negative")
+    if file.direct:
+        for what, value in (("offset", offset), ("length", view.nbytes)):
+            if value % ALIGNMENT:
+                raise ValueError(
+                    f"{what} {value} is no multiple of {ALIGNMENT}, which direct I/O needs ({file.path})"
+                )
+    return view
+
+
+def _explain(error: Exception) -> tuple[int, str]:
+    """Return the error number in an error of kvikio, 0 for the end of a file, and what a number does not say."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno, ""
+    text = _explain_shortly(error)
+    if text.endswith(": EOF"):
+        return 0, ""
+    if text == "POSIX error: Operation not permitted":  # kvikio's words for a bad descriptor
+        return errno_names.EBADF, ""
+    numbers = {os.strerror(number): number for number in errno_names.errorcode}
+    number = numbers.get(text.rpartition(": ")[2])
+    if number is not None:
+        return number, ""
+    return errno_names.EIO, f"kvikio says: {text}."
+
+
+def _explain_shortly(error: Exception) -> str:
+    """Return an error of kvikio without the place in its source."""
+    return re.sub(r"^.*? at: \S+:\d+: ", "", _first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
