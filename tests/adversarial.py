@@ -14,9 +14,12 @@ from typing import Any, Self
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssdtune.device.base import DeviceMemory, Event
+from ssdtune.device.base import Capabilities, DeviceMemory, Event, Pin
 from ssdtune.device.cpu import CpuDevice
+from ssdtune.errors import SsdtuneError
 from ssdtune.io.backend import Backend, File, Ticket
 from ssdtune.io.buffers import Buffer, BufferPool
 from ssdtune.io.select import open_backend
@@ -30,39 +33,139 @@ POISON = 0xFF
 def use(monkeypatch: pytest.MonkeyPatch, order: Callable[[list[Lane]], Lane]) -> AdversarialDevice:
     """Let the next run use everything of this module; `order` is one of `ORDERS`."""
     device = AdversarialDevice()
-    monkeypatch.setattr("ssdtune.train.prepare.open_device", lambda name: device)
+    monkeypatch.setattr("ssdtune.train.prepare.open_device", lambda *_, **__: device)
     monkeypatch.setattr("ssdtune.train.finetune.open_backend", LateBackend)
     monkeypatch.setattr("ssdtune.train.finetune.BufferPool", PoisonedPool)
-    monkeypatch.setattr("ssdtune.train.finetune.Lanes", lambda: OneByOne(order))
+    monkeypatch.setattr("ssdtune.train.finetune.Lanes", lambda: OneByOne(order, device))
     return device
 
 
+class _Accesses(TorchDispatchMode):
+    """Notes when torch operations used which memory last: device memory is used by compute only.
+
+    Attributes:
+        tick: Number of operations so far.
+        paused: True while the device itself copies.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tick = 0
+        self.paused = False
+        self._last: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+        """Of a storage, by address: of a range of its bytes, when it was last used, and last written."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self.paused and not function.is_view:
+            self.tick += 1
+            written = [
+                value
+                for spec, value in zip(function._schema.arguments, args, strict=False)
+                if spec.alias_info is not None and spec.alias_info.is_write
+            ]
+            self._note((args, kwargs), is_written=False)
+            self._note((written, (kwargs or {}).get("out"), result), is_written=True)
+        return result
+
+    def _note(self, values: Any, *, is_written: bool) -> None:
+        for tensor in pytree.tree_leaves(values):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                self.note(tensor, is_written=is_written)
+
+    def note(self, tensor: torch.Tensor, *, is_written: bool) -> None:
+        """Note that a tensor is used now."""
+        address, place = _place(tensor)
+        ranges = self._last.setdefault(address, {})
+        written = self.tick if is_written else ranges.get(place, (0, 0))[1]
+        ranges[place] = (self.tick, written)
+
+    def latest(self, tensor: torch.Tensor, *, writes: bool) -> int:
+        """Return when any byte of the tensor was last used, or last written."""
+        address, (start, stop) = _place(tensor)
+        return max(
+            (
+                ticks[1] if writes else ticks[0]
+                for (low, high), ticks in self._last.get(address, {}).items()
+                if low < stop and start < high
+            ),
+            default=0,
+        )
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Forget what was at the address of new memory before."""
+        self._last.pop(tensor.untyped_storage().data_ptr(), None)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, int]]:
+    """Return the address of a tensor's storage and which of its bytes the tensor lies in."""
+    start = tensor.storage_offset() * tensor.element_size()
+    span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    stop = start + (span + 1) * tensor.element_size() if tensor.numel() else start
+    return tensor.untyped_storage().data_ptr(), (start, stop)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    (address, (start, stop)), (second, (low, high)) = _place(one), _place(other)
+    return address == second and low < stop and start < high
+
+
 class _Copy:
-    """A copy that is made when somebody waits for it, and not before."""
+    """A copy that is made when somebody waits for it, and not before.
+
+    Attributes:
+        covers: Operations of compute up to this tick are over when the copy is.
+    """
 
     def __init__(
-        self, device: AdversarialDevice, source: torch.Tensor, target: torch.Tensor
+        self,
+        device: AdversarialDevice,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        after: Event | None,
     ) -> None:
+        assert after is None or isinstance(after, (_Copy, _Point))
         self.device = device
-        self.source = source
+        self.source = source.detach()
         self.target = target
+        self.after = after
+        self.covers = device.accesses.tick if after is None else after.covers
         self.is_made = False
         self.seen: torch.Tensor | None = None
         """What compute was given, while the host does not know that the copy is over."""
         self.before: list[_Copy] = []
         """Copies that are over when this one is."""
+        if isinstance(after, _Copy):
+            self.before = [*after.before, after]
+        elif after is not None:
+            self.before = list(after.before)
 
     def wait(self) -> None:
         """Make the copy; the host knows that it is over."""
         with self.device.lock:
-            if not self.is_made:
-                self.make()
+            self.make()
             for copy in [*self.before, self]:
                 copy.end()
+            self.device.known = max(self.device.known, self.covers)
 
     def make(self) -> None:
-        self.target.view(torch.uint8).copy_(self.source.detach().view(torch.uint8))
+        if self.is_made:
+            return
+        if isinstance(self.after, _Copy):
+            self.after.make()
+        self.device.copy(self.source, self.target)
         self.is_made = True
+
+    def take_now(self, place: torch.Tensor) -> None:
+        """Let the bytes leave a place that is about to be overwritten; the target gets them late all the same."""
+        if not self.is_made and _overlap(self.source, place):
+            held = torch.empty_like(self.source)
+            self.device.copy(self.source, held)
+            self.source = held
+        if isinstance(self.after, _Copy):
+            self.after.take_now(place)
 
     def end(self) -> None:
         """Check that the source was left alone as long as the copy might have been under way."""
@@ -75,23 +178,31 @@ class _Copy:
 
 
 class _Point:
+    """A point in compute; see `_Copy` for the attributes."""
+
     def __init__(self, device: AdversarialDevice) -> None:
         self.device = device
         self.before = list(device.running)
+        self.covers = device.accesses.tick
 
     def wait(self) -> None:
-        """Let the copies before the point be over."""
+        """Let what is before the point be over."""
         with self.device.lock:
             for copy in self.before:
                 copy.end()
+            self.device.known = max(self.device.known, self.covers)
 
 
 class AdversarialDevice:
     """A `Device` that computes on the CPU, with memory that only copies reach.
 
+    Compute is done at once, copies are late. That a copy is early, before compute that was issued after the event
+    it waits for, is seen from when compute used the memory, as long as it runs within `accesses`.
+
     Attributes:
         violations: What went wrong without changing a number.
         num_copies: Copies that were asked for, to see that the device was used.
+        known: Operations of compute up to this tick are over, as far as whoever asks for copies now can know.
     """
 
     name = "adversarial"
@@ -99,41 +210,80 @@ class AdversarialDevice:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.accesses = _Accesses()
         self.running: list[_Copy] = []
         self.violations: list[str] = []
         self.num_copies = 0
+        self.known = 0
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Take all."""
         return True
 
+    def capabilities(self) -> Capabilities:
+        """Return the host's."""
+        return CpuDevice().capabilities()
+
     def memory(self) -> DeviceMemory:
         """Return the host's figures."""
         return CpuDevice().memory()
 
-    def allocate(self, num_bytes: int) -> torch.Tensor | None:
-        """Return poison."""
-        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+    def allocate(self, num_bytes: int, purpose: str = "buffers") -> torch.Tensor | None:
+        """Return poison, which compute that was issued before may still use."""
+        memory = torch.full((num_bytes,), POISON, dtype=torch.uint8)
+        self.accesses.forget(memory)
+        self.accesses.note(memory, is_written=True)
+        return memory
 
-    def upload(self, host: torch.Tensor, place: torch.Tensor | None) -> tuple[torch.Tensor, Event]:
+    def pin(self, memory: memoryview) -> Pin:
+        """Do nothing."""
+        return Pin()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy bytes; compute has no part in it."""
+        self.accesses.paused = True
+        target.view(torch.uint8).copy_(source.view(torch.uint8))
+        self.accesses.paused = False
+
+    def upload(
+        self, host: torch.Tensor, place: torch.Tensor | None, after: Event | None = None
+    ) -> tuple[torch.Tensor, Event]:
         """Poison the place; the bytes come when the event is waited for."""
         assert place is not None
         assert host.nbytes == place.nbytes
-        place.fill_(POISON)
-        self.num_copies += 1
-        return place, _Copy(self, host, place)
-
-    def download(self, source: torch.Tensor, host: torch.Tensor) -> Event:
-        """Poison the host memory; the bytes come when the event is waited for."""
-        host.view(torch.uint8).fill_(POISON)
-        self.num_copies += 1
-        copy = _Copy(self, source, host)
         with self.lock:
-            copy.before = list(self.running)  # it comes after the compute that waited for them
+            copy = _Copy(self, host, place, after)
+            if self.accesses.latest(place, writes=False) > max(copy.covers, self.known):
+                self.violations.append("an upload may be early: compute used its place since")
+            if isinstance(after, _Copy):
+                after.take_now(place)
+            self._poison(place)
+            self.num_copies += 1
+        return place, copy
+
+    def download(
+        self, source: torch.Tensor, host: torch.Tensor, after: Event | None = None
+    ) -> Event:
+        """Poison the host memory; the bytes come when the event is waited for."""
+        with self.lock:
+            copy = _Copy(self, source, host, after)
+            if after is None:
+                copy.before = list(self.running)  # it comes after the compute that waited for them
+            if self.accesses.latest(source, writes=True) > max(copy.covers, self.known):
+                self.violations.append("a download may be early: compute wrote its source since")
+            self._poison(host)
+            self.num_copies += 1
         return copy
+
+    def _poison(self, memory: torch.Tensor) -> None:
+        self.accesses.paused = True
+        memory.view(torch.uint8).fill_(POISON)
+        self.accesses.paused = False
 
     def compute_waits(self, event: Event) -> None:
         """Make the copy, as compute will see it; the host does not know when."""
+        if isinstance(event, _Point):
+            return  # it is before all later compute anyway
         assert isinstance(event, _Copy)
         with self.lock:
             if not event.is_made:
@@ -149,6 +299,10 @@ class AdversarialDevice:
     def seed(self, value: int) -> None:
         """Seed torch's CPU generator."""
         torch.default_generator.manual_seed(value)
+
+    def explain(self, error: BaseException) -> SsdtuneError | None:
+        """Return None."""
+        return None
 
 
 class _Late:
@@ -243,24 +397,38 @@ ORDERS: dict[str, Callable[[list[Lane]], Lane]] = {
 
 
 class OneByOne:
-    """Lanes that take turns in one thread, in an order that the schedule allows."""
+    """Lanes that take turns in one thread, in an order that the schedule allows.
 
-    def __init__(self, order: Callable[[list[Lane]], Lane]) -> None:
+    What an operation knows to be over (`AdversarialDevice.known`) is what those before it in its lane and those
+    that it waits for knew at their end; that others ran before it says nothing.
+    """
+
+    def __init__(
+        self, order: Callable[[list[Lane]], Lane], device: AdversarialDevice | None = None
+    ) -> None:
         self._order = order
+        self._device = device or AdversarialDevice()
 
     def run(self, schedule: Schedule, execute: Callable[[Operation], None]) -> list[Span]:
         """Run a schedule to its end."""
         waiting = {lane: schedule.lane(lane)[::-1] for lane in Lane}
-        done: set[int] = set()
+        known: dict[int, int] = {}
+        known_in = dict.fromkeys(Lane, self._device.known)
         spans = []
-        while len(done) < len(schedule.operations):
+        while len(known) < len(schedule.operations):
             ready = [
-                lane for lane, rest in waiting.items() if rest and done.issuperset(rest[-1].after)
+                lane
+                for lane, rest in waiting.items()
+                if rest and known.keys() >= set(rest[-1].after)
             ]
             operation = waiting[self._order(ready)].pop()
-            execute(operation)
-            done.add(operation.index)
+            lane = operation.lane
+            self._device.known = max([known_in[lane], *(known[other] for other in operation.after)])
+            with self._device.accesses:
+                execute(operation)
+            known[operation.index] = known_in[lane] = self._device.known
             spans.append(Span(operation, float(len(spans)), float(len(spans) + 1)))
+        self._device.known = max(known_in.values())
         return spans
 
     def __enter__(self) -> Self:

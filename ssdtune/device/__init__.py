@@ -10,27 +10,46 @@ if TYPE_CHECKING:
     from ssdtune.device.base import Device
 
 
-def open_device(name: str = "auto") -> Device:
+def open_device(name: str = "auto", *, budget_bytes: int | None = None) -> Device:
     """Return the device of this name: `auto` (a CUDA card where there is one), `cpu`, `cuda`, `cuda:1`.
 
+    Args:
+        budget_bytes: The most that tensors may take on a card; all that is free by default. No matter on a CPU.
+
     Raises:
-        BackendUnavailableError: A card was asked for by name and is not there.
+        BackendUnavailableError: A card was asked for by name and is not there, or the card does not work.
     """
     import torch
 
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    kind, colon, index = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (colon and not (kind == "cuda" and index.isdigit())):
+        raise BackendUnavailableError(f'unknown device "{name}". Use auto, cpu, cuda or cuda:1.')
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         from ssdtune.device.cpu import CpuDevice
 
         return CpuDevice()
-    kind, _, index = name.partition(":")
-    if kind not in ("auto", "cuda") or (index and not index.isdigit()):
-        raise BackendUnavailableError(f'unknown device "{name}". Use auto, cpu, cuda or cuda:1.')
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= count:
+    if count == 0:
         raise BackendUnavailableError(
-            f"device {name} was asked for, but torch {torch.__version__} sees {count} CUDA cards. "
-            "Install a CUDA build of torch and the driver, or use --device cpu."
+            f"device {name} was asked for, but torch {torch.__version__} finds no CUDA card: {_reason()}. "
+            "Install the driver and a CUDA build of torch, check CUDA_VISIBLE_DEVICES, or use --device cpu."
+        )
+    if int(index or 0) >= count:
+        cards = ", ".join(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(count))
+        raise BackendUnavailableError(
+            f"there is no device {name}; torch sees {cards}. Name one of these, or check CUDA_VISIBLE_DEVICES."
         )
     from ssdtune.device.cuda import CudaDevice
 
-    return CudaDevice(int(index or 0))
+    return CudaDevice(int(index or 0), budget_bytes)
+
+
+def _reason() -> str:
+    """Return why torch cannot use CUDA, in its own words."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return (str(error).splitlines() or [""])[0].rstrip(".")
+    return "the driver shows none"

@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from ssdtune.device.base import DeviceMemory, Event
+from ssdtune.device.base import Capabilities, DeviceMemory, Event, Pin
+from ssdtune.errors import SsdtuneError
 
 
 class _Done:
@@ -27,27 +28,39 @@ class CpuDevice:
     def supports(self, dtype: torch.dtype) -> bool:
         """Take bf16 only where the CPU has instructions for it; elsewhere it's many times slower than fp32."""
         if dtype == torch.bfloat16:
-            flags = _cpu_flags()
+            flags = set(_cpu_info("flags", "Features").split())
             return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
         return dtype == torch.float32
+
+    def capabilities(self) -> Capabilities:
+        """Return the processor's name and the host's memory."""
+        return Capabilities(_cpu_info("model name") or "CPU", None, psutil.virtual_memory().total)
 
     def memory(self) -> DeviceMemory:
         """Return the host's memory; the budget that holds is that of host memory."""
         figures = psutil.virtual_memory()
         return DeviceMemory(figures.total, figures.available, psutil.Process().memory_info().rss)
 
-    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+    def allocate(self, num_bytes: int, purpose: str = "buffers") -> torch.Tensor | None:
         """Return None: host memory is used in place."""
         return None
 
-    def upload(self, host: torch.Tensor, place: torch.Tensor | None) -> tuple[torch.Tensor, Event]:
+    def pin(self, memory: memoryview) -> Pin:
+        """Do nothing."""
+        return Pin()
+
+    def upload(
+        self, host: torch.Tensor, place: torch.Tensor | None, after: Event | None = None
+    ) -> tuple[torch.Tensor, Event]:
         """Do nothing."""
         return host, _DONE
 
-    def download(self, source: torch.Tensor, host: torch.Tensor) -> Event:
+    def download(
+        self, source: torch.Tensor, host: torch.Tensor, after: Event | None = None
+    ) -> Event:
         """Copy at once."""
         if source.data_ptr() != host.data_ptr():
-            host.copy_(source)
+            host.copy_(source.detach())
         return _DONE
 
     def compute_waits(self, event: Event) -> None:
@@ -62,9 +75,14 @@ class CpuDevice:
         """Seed torch's CPU generator."""
         torch.default_generator.manual_seed(value)
 
+    def explain(self, error: BaseException) -> SsdtuneError | None:
+        """Return None: a CPU has no errors of its own."""
+        return None
 
-def _cpu_flags() -> set[str]:
+
+def _cpu_info(*names: str) -> str:
+    """Return the first line of /proc/cpuinfo that has one of these names, without it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(("flags", "Features")):
-            return set(line.split(":", 1)[1].split())
-    return set()
+        if line.startswith(names):
+            return line.partition(":")[2].strip()
+    return ""
