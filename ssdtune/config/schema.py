@@ -199,6 +199,12 @@ class IoConfig:
     wear_warning: float = setting(
         0.05, "warn if the run writes more than this share of rated_terabytes_written", low=0
     )
+    wear_budget_terabytes: float | None = setting(
+        None,
+        "refuse a run that would write more than this to the drives, all its steps together",
+        unit="TB",
+        low=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

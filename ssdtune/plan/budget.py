@@ -38,6 +38,7 @@ class RunShape:
         gradients_on_ssd: Complete gradients wait on SSD for the norm of all.
         inputs_on_ssd: Block inputs wait on SSD for the backward pass.
         update_reads_weights: The update reads the weights once more; else it takes those that backward used.
+        updates_wait: Updates wait for the norm of all gradients, and so does a save for the updates.
         checkpoints_kept: Checkpoints on the drives at any time; 0 if none are made.
         export_bytes: Size of the files that the run leaves for others.
         num_steps: Optimizer steps of the run; `steps_per_epoch` of one pass over the rows, None if unknown.
@@ -51,6 +52,7 @@ class RunShape:
     gradients_on_ssd: bool = False
     inputs_on_ssd: bool = False
     update_reads_weights: bool = True
+    updates_wait: bool = False
     checkpoints_kept: int = 1
     export_bytes: int = 0
     num_steps: int = 1
@@ -162,6 +164,29 @@ def step_traffic(
     for kind, num_bytes in (("gradients", _gradient_bytes(parts, run)), ("activations", inputs)):
         read[kind] += num_bytes
         written[kind] += num_bytes
+    return Traffic(read, written)
+
+
+def save_traffic(
+    parts: Sequence[PartSize], run: RunShape, resident: Collection[str] = ()
+) -> Traffic:
+    """Return what a save reads and writes: the states in memory, and before that the updates that wait.
+
+    The updates of streamed parts are those that the next step would begin with otherwise, so only the first is
+    written on top of what the steps write.
+    """
+    read = dict.fromkeys(STATE_KINDS.values(), 0)
+    written = dict(read)
+    for part in parts:
+        in_memory = part.name in resident
+        if not in_memory and not run.updates_wait:
+            continue
+        for state, num_bytes in state_bytes(part).items():
+            written[STATE_KINDS[state]] += num_bytes
+            if not in_memory and (state != "weights" or run.update_reads_weights):
+                read[STATE_KINDS[state]] += num_bytes
+        if part.trained and not in_memory and run.gradients_on_ssd:
+            read["gradients"] += extent_bytes(4 * part.numel)
     return Traffic(read, written)
 
 

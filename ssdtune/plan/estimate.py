@@ -1,6 +1,6 @@
-"""Disk need, traffic and drive wear of a run, as words and as a dictionary.
+"""Disk need, traffic, drive wear and cost of a run, as words and as a dictionary.
 
-Reads the figures of `ssdtune.plan.budget`; decides nothing.
+Reads the figures of `ssdtune.plan.budget` and `ssdtune.plan.wear`; decides nothing.
 """
 
 from __future__ import annotations
@@ -15,58 +15,12 @@ from ssdtune.plan.budget import (
     Traffic,
     disk_need,
     run_written_bytes,
+    save_traffic,
     step_traffic,
 )
 from ssdtune.plan.residency import PartSize
-from ssdtune.units import format_count, format_disk
-
-CONSUMER_RATED_BYTES = 600 * 10**12
-"""Bytes that consumer drives of 1 TB are usually rated for; the data sheet calls it TBW."""
-
-
-@dataclass(frozen=True)
-class Wear:
-    """What a run writes, against what the drives are rated for.
-
-    Attributes:
-        step_bytes, epoch_bytes, run_bytes: Bytes written, on all drives together; None if unknown.
-        rated_bytes: Bytes that the drives are rated for, together.
-        rated_is_assumed: Nobody said so; it is a guess.
-    """
-
-    step_bytes: int
-    epoch_bytes: int | None
-    run_bytes: int
-    rated_bytes: int
-    rated_is_assumed: bool = False
-
-    @property
-    def share(self) -> float:
-        """Share of the drives' rated life that the run takes."""
-        return self.run_bytes / self.rated_bytes
-
-    def text(self) -> str:
-        """Return one line for people."""
-        epoch = "" if self.epoch_bytes is None else f"{format_disk(self.epoch_bytes)} per epoch, "
-        return (
-            f"{format_disk(self.step_bytes)} written per step, {epoch}"
-            f"{format_disk(self.run_bytes)} in this run: {_percent(self.share)} of {self._rating()}"
-        )
-
-    def _rating(self) -> str:
-        rated = f"the {format_disk(self.rated_bytes)} that the drives are rated for"
-        if self.rated_is_assumed:
-            rated += " (assumed; set io.rated_terabytes_written)"
-        return rated
-
-    def warning(self, limit: float = 0.05) -> str | None:
-        """Return a warning if the run takes more than this share of the drives' life, else None."""
-        if self.share <= limit:
-            return None
-        return (
-            f"this run writes {format_disk(self.run_bytes)}, {_percent(self.share)} of {self._rating()}. Larger batches (gradient_accumulation_steps) "
-            "write less per token, more host_cache less per step; method: lora writes next to nothing."
-        )
+from ssdtune.plan.wear import Rating, Wear
+from ssdtune.units import format_count, format_disk, format_time
 
 
 @dataclass(frozen=True)
@@ -76,13 +30,18 @@ class Estimate:
     Attributes:
         trained_parameters: Elements that the optimizer updates, padding included.
         frozen_bytes: Bytes of weights that are only read.
+        traffic: Of one step.
+        save: Of one checkpoint.
+        num_saves: Checkpoints that the run makes.
     """
 
     trained_parameters: int
     frozen_bytes: int
     disk: DiskNeed
     traffic: Traffic
+    save: Traffic
     wear: Wear
+    num_saves: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return raw bytes under names that say what they are, ready for JSON."""
@@ -96,7 +55,9 @@ class Estimate:
             },
             "step_bytes_read": dict(self.traffic.read),
             "step_bytes_written": dict(self.traffic.written),
-            "wear": {**asdict(self.wear), "share": self.wear.share},
+            "save_bytes_read": self.save.read_bytes,
+            "save_bytes_written": self.save.written_bytes,
+            "wear": self.wear.to_dict(),
         }
 
     def text(self) -> str:
@@ -122,36 +83,107 @@ class Estimate:
         return f" ({read:.3g} and {written:.3g} bytes per parameter)"
 
 
+@dataclass(frozen=True)
+class RunCost:
+    """What the whole run costs.
+
+    Attributes:
+        tokens: Tokens that it trains on, without padding.
+        save_s: Seconds that one save takes; None without measured rates.
+        seconds: Steps and saves; evaluations, the start and the export come on top. None without measured rates.
+        written_bytes: On all drives together.
+        life_share: Share of the drives' rated life.
+    """
+
+    num_steps: int
+    tokens: int
+    num_saves: int
+    save_s: float | None
+    seconds: float | None
+    written_bytes: int
+    life_share: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """Return one line for people; the wear has a line of its own."""
+        text = f"run       {format_count(self.num_steps)} steps, {format_count(self.tokens)} tokens"
+        if self.seconds is not None:
+            text += f", about {format_time(self.seconds)}"
+        if self.save_s is not None:
+            number = f"{self.num_saves} saves" if self.num_saves != 1 else "1 save"
+            saves = f"{number} of {format_time(self.save_s)}" if self.num_saves else "no saves"
+            text += f" with {saves}"
+        return text
+
+
+def run_cost(
+    figures: Estimate,
+    tokens: int,
+    *,
+    step_s: float | None = None,
+    read_bytes_per_s: float = 0.0,
+    write_bytes_per_s: float = 0.0,
+) -> RunCost:
+    """Return the cost of a whole run.
+
+    Args:
+        tokens: Tokens of all its steps.
+        step_s: Seconds of a step; None if nothing was measured. Then no times are given.
+        read_bytes_per_s, write_bytes_per_s: Of all drives together; 0 if not measured.
+    """
+    saving = None
+    if read_bytes_per_s and write_bytes_per_s:
+        saving = save_s(figures.save, read_bytes_per_s, write_bytes_per_s)
+    steps = figures.wear.num_steps
+    return RunCost(
+        steps,
+        tokens,
+        figures.num_saves,
+        saving,
+        None if step_s is None else steps * step_s + figures.num_saves * (saving or 0.0),
+        figures.wear.run_bytes,
+        figures.wear.share,
+    )
+
+
+def save_s(save: Traffic, read_bytes_per_s: float, write_bytes_per_s: float) -> float:
+    """Return the seconds for which a save keeps the drives busy, which read and write in turns."""
+    return save.read_bytes / read_bytes_per_s + save.written_bytes / write_bytes_per_s
+
+
 def estimate(
     parts: Sequence[PartSize],
     run: RunShape,
     resident: Collection[str] = (),
     *,
-    rated_bytes: int = CONSUMER_RATED_BYTES,
-    rated_is_assumed: bool = False,
+    rating: Rating | None = None,
+    wear_budget_bytes: int | None = None,
 ) -> Estimate:
     """Return all figures of a run.
 
     Args:
         resident: Names of parts whose weights and states stay in memory.
-        rated_bytes: Bytes that the drives of the swap directories are rated for, together.
+        rating: What the drives are rated for; by default one consumer drive.
+        wear_budget_bytes: The most that the run may write; None for no limit.
     """
     traffic = step_traffic(parts, run, resident)
     wear = Wear(
         traffic.written_bytes,
         None if run.steps_per_epoch is None else round(traffic.written_bytes * run.steps_per_epoch),
         run_written_bytes(parts, run, resident),
-        rated_bytes,
-        rated_is_assumed,
+        rating or Rating(),
+        run.num_steps,
+        wear_budget_bytes,
     )
     return Estimate(
         sum(part.numel for part in parts if part.trained),
         sum(part.weight_bytes for part in parts if not part.trained),
         disk_need(parts, run),
         traffic,
+        save_traffic(parts, run, resident),
         wear,
+        run.num_checkpoints,
     )
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.3g} %" if share >= 1e-4 or share == 0 else "under 0.01 %"

@@ -6,18 +6,24 @@ Nothing is written here. The arithmetic is in `ssdtune.plan.budget`, the places 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ssdtune.config.schema import Config
+from ssdtune.errors import CapacityError
+from ssdtune.hardware.figures import DirectoryProfile, DriveFacts
+from ssdtune.hardware.place import drives_of, existing_parent
 from ssdtune.io.buffers import aligned_size
 from ssdtune.plan.budget import RunShape
-from ssdtune.plan.estimate import CONSUMER_RATED_BYTES, Estimate, estimate
+from ssdtune.plan.estimate import Estimate, estimate
+from ssdtune.plan.wear import DriveLife, Rating, rate_drives
 from ssdtune.store.claim import space_needs
 from ssdtune.store.directories import resolve_directories
 from ssdtune.store.layout import StoreLayout, UnitSpec
 from ssdtune.store.space import Need, check_space
 from ssdtune.swap.manager import unit_specs
+from ssdtune.train import elsewhere
 from ssdtune.train.prepare import Prepared
 
 SAMPLED_STEPS = 64
@@ -35,6 +41,7 @@ class DiskPlan:
         layout: Where each place is.
         needs: Everything that the run will write, for `check_space`.
         estimate: Room, traffic and wear as figures.
+        places: The directories as the profile of another machine describes them; empty on this one.
     """
 
     units: list[UnitSpec]
@@ -43,26 +50,45 @@ class DiskPlan:
     layout: StoreLayout
     needs: list[Need]
     estimate: Estimate
+    places: tuple[DirectoryProfile, ...] = ()
 
     def check_space(self) -> None:
         """Refuse a run that does not fit.
 
         Raises:
-            CapacityError: Some file systems are too small.
+            CapacityError: Some file systems are too small, or the run writes more than its wear budget.
         """
-        check_space(self.needs)
+        problems = []
+        try:
+            if self.places:
+                elsewhere.check_space(self.needs, self.places)
+            else:
+                check_space(self.needs)
+        except CapacityError as error:
+            problems.append(str(error))
+        if problem := self.estimate.wear.budget_problem():
+            problems.append(problem)
+        if problems:
+            raise CapacityError("\n".join(problems))
 
     def wear_warning(self, config: Config) -> str | None:
         """Return a warning if the run takes more of the drives' life than the settings allow."""
         return self.estimate.wear.warning(config.io.wear_warning)
 
 
-def plan_disk(prepared: Prepared, output_dir: Path, *, resumed: bool = False) -> DiskPlan:
+def plan_disk(
+    prepared: Prepared,
+    output_dir: Path,
+    *,
+    resumed: bool = False,
+    places: Sequence[DirectoryProfile] = (),
+) -> DiskPlan:
     """Plan the drives of a run.
 
     Args:
         output_dir: Absolute; holds the default swap directory and the tuned weights.
         resumed: The run goes on from a checkpoint, so that one exists from the start.
+        places: Directories of another machine that are used instead of those of this one.
 
     Raises:
         ConfigError: A swap directory cannot be one.
@@ -74,7 +100,12 @@ def plan_disk(prepared: Prepared, output_dir: Path, *, resumed: bool = False) ->
         prepared.compute.input_bytes,
         prepared.compute.num_micro_batches,
     )
-    directories = resolve_directories(config.io.swap_dirs or [str(output_dir / "swap")])
+    if places:
+        directories = [Path(place.path) for place in places]
+        drives = [drive for place in places for drive in place.drives]
+    else:
+        directories = resolve_directories(config.io.swap_dirs or [str(output_dir / "swap")])
+        drives = [drive for path in directories for drive in drives_of(existing_parent(path))]
     shape = _run_shape(prepared, resumed)
     copies = 1 + shape.checkpoints_kept
     layout = StoreLayout.build(units, copies, [1.0] * len(directories))
@@ -82,15 +113,24 @@ def plan_disk(prepared: Prepared, output_dir: Path, *, resumed: bool = False) ->
         *space_needs(directories, layout),
         Need(output_dir, shape.export_bytes, "tuned weights"),
     ]
-    rated = config.io.rated_terabytes_written
     figures = estimate(
         prepared.parts,
         shape,
         prepared.memory.resident,
-        rated_bytes=round(rated * 10**12) if rated else CONSUMER_RATED_BYTES * len(directories),
-        rated_is_assumed=rated is None,
+        rating=_rating(config, drives, len(directories)),
+        wear_budget_bytes=_terabytes(config.io.wear_budget_terabytes),
     )
-    return DiskPlan(units, directories, copies, layout, needs, figures)
+    return DiskPlan(units, directories, copies, layout, needs, figures, tuple(places))
+
+
+def _rating(config: Config, drives: Sequence[DriveFacts], num_directories: int) -> Rating:
+    lives = {drive.name: DriveLife(drive.wear_share, drive.written_bytes) for drive in drives}
+    given = _terabytes(config.io.rated_terabytes_written)
+    return rate_drives(given, list(lives.values()), num_directories)
+
+
+def _terabytes(number: float | None) -> int | None:
+    return None if number is None else round(number * 10**12)
 
 
 def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
@@ -105,7 +145,8 @@ def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
         num_micro_batches=prepared.compute.num_micro_batches,
         input_bytes=prepared.compute.input_bytes,
         step_inputs_bytes=_mean_inputs_bytes(prepared),
-        gradients_on_ssd=prepared.memory.gradients == "ssd",
+        gradients_on_ssd=bool(prepared.memory.gradients_on_ssd),
+        updates_wait=prepared.memory.gradients != "overlap",
         inputs_on_ssd=prepared.memory.input_slots > 0,
         checkpoints_kept=0 if only_at_end and not resumed else training.save_total_limit,
         export_bytes=_export_bytes(prepared),

@@ -10,10 +10,11 @@ from ssdtune.plan.budget import (
     RunShape,
     disk_need,
     run_written_bytes,
+    save_traffic,
     state_bytes,
     step_traffic,
 )
-from ssdtune.plan.estimate import Wear, estimate
+from ssdtune.plan.estimate import estimate, run_cost
 from ssdtune.plan.residency import PartSize
 
 # TinyLlama-1.1B: q and o 2048 × 2048, k and v 2048 × 256, three matrices 2048 × 5632, two norms; 22 blocks;
@@ -156,19 +157,23 @@ def test_lora_reads_the_frozen_weights_and_never_writes_them() -> None:
     assert kept.read["weights"] == 3 * 3 * 4096
 
 
-def test_wear() -> None:
-    wear = Wear(12 * 10**9, 12 * 10**12, 60 * 10**12, 600 * 10**12)
-    assert wear.share == 0.1
-    assert wear.text() == (
-        "12.0 GB written per step, 12.0 TB per epoch, 60.0 TB in this run: 10 % of the 600 TB that the "
-        "drives are rated for"
-    )
-    assert wear.warning(0.1) is None
-    assert "60.0 TB, 10 % of the 600 TB" in (wear.warning(0.05) or "")
-    assert "assumed" not in wear.text()
-    guess = Wear(10**9, None, 10**9, 600 * 10**12, rated_is_assumed=True)
-    assert "epoch" not in guess.text()
-    assert "(assumed; set io.rated_terabytes_written)" in guess.text()
+def test_a_save_writes_what_is_in_memory_and_the_updates_that_wait() -> None:
+    parts = only_blocks()
+    plain = save_traffic(parts, RunShape(), {"block.0"})
+    assert (plain.read_bytes, plain.written_bytes) == (0, 12 * 2048)
+    run = RunShape(updates_wait=True, gradients_on_ssd=True)
+    waiting = save_traffic(parts, run, {"block.0"})
+    assert waiting.written == {
+        "weights": 2 * 6144,
+        "master": 2 * 6144,
+        "moments": 8 * 6144,
+        "gradients": 0,
+        "activations": 0,
+    }
+    assert waiting.read_bytes == (12 + 4) * 4096
+    reused = RunShape(updates_wait=True, update_reads_weights=False)
+    assert save_traffic(parts, reused).read_bytes == 10 * 6144
+    assert save_traffic(lora()[:1], run).written_bytes == 0
 
 
 def test_mean_block_inputs_are_what_moves_and_the_longest_what_needs_room() -> None:
@@ -192,12 +197,36 @@ def test_estimate_in_words_and_as_json() -> None:
         "drives    28.6 GB: states 13.2 GB, checkpoints 13.2 GB, export 2.20 GB",
         "per step  17.3 GB read, 13.2 GB written (15.8 and 12 bytes per parameter)",
         "wear      13.2 GB written per step, 660 GB per epoch, 1.33 TB in this run: 0.221 % of the 600 TB "
-        "that the drives are rated for",
+        "that the drives are rated for; it lasts 45.5k such steps",
     ]
     values = json.loads(json.dumps(result.to_dict()))
     assert values["disk_bytes"]["total"] == result.disk.total
     assert values["step_bytes_read"]["moments"] == 8 * PARAMETERS
     assert values["wear"]["run_bytes"] == 1204 * PARAMETERS + 2_200_096_768
+    assert values["wear"]["num_steps"] == 100
+
+
+def test_cost_of_a_run() -> None:
+    run = RunShape(num_steps=100, num_checkpoints=2, updates_wait=True)
+    figures = estimate(tiny_llama(), run)
+    without = run_cost(figures, 819_200)
+    assert without.text() == "run       100 steps, 819k tokens"
+    assert without.seconds is None and without.save_s is None
+    cost = run_cost(figures, 819_200, step_s=30.0, read_bytes_per_s=2e9, write_bytes_per_s=1e9)
+    assert cost.save_s == pytest.approx(12 * PARAMETERS * (1 / 2e9 + 1 / 1e9))
+    assert cost.seconds == pytest.approx(3000 + 2 * cost.save_s)
+    assert cost.text() == (
+        "run       100 steps, 819k tokens, about 50 min 40 s with 2 saves of 19.8 s"
+    )
+    assert cost.written_bytes == 1204 * PARAMETERS
+    values = json.loads(json.dumps(cost.to_dict()))
+    assert values["life_share"] == figures.wear.share
+    never = estimate(tiny_llama(), RunShape(num_steps=100))
+    assert (
+        run_cost(never, 1, step_s=1.0, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+        .text()
+        .endswith("about 1 min 40 s with no saves")
+    )
 
 
 def test_estimate_of_an_adapter() -> None:

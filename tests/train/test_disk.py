@@ -10,6 +10,7 @@ import pytest
 from ssdtune import plan
 from ssdtune.config.load import load_config
 from ssdtune.errors import CapacityError
+from ssdtune.hardware.figures import DirectoryProfile, DriveFacts
 from ssdtune.report.progress import Progress
 from ssdtune.store import space
 from ssdtune.store.lock import STATES_NAME
@@ -173,6 +174,44 @@ def test_warns_above_the_share_of_the_rated_life(folder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "ssdtune"):
         finetune(config, progress=Progress())
     assert [record.message for record in caplog.records if "this run writes" in record.message]
+
+
+def test_a_wear_budget_is_kept_or_the_run_refused(folder, tmp_path):
+    written = plan(settings(folder, tmp_path / "out")).estimate.wear.run_bytes
+    enough = settings(folder, tmp_path / "out", wear_budget_terabytes=written / 1e12)
+    assert plan(enough).fits
+    config = settings(folder, tmp_path / "out", wear_budget_terabytes=(written - 1) / 1e12)
+    said = plan(config)
+    (problem,) = said.problems
+    assert not said.fits
+    assert "io.wear_budget_terabytes allows" in problem and "up to 5 of its 6 steps" in problem
+    assert plan(load_config(config, {"max_steps": 5})).fits
+    with pytest.raises(CapacityError) as caught:
+        finetune(config, progress=Progress())
+    assert str(caught.value) == problem
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_drives_themselves_tell_what_is_left_of_their_life(folder, tmp_path):
+    def wear(rated: float | None, *shares: float | None):
+        config = settings(folder, tmp_path / "out", rated_terabytes_written=rated)
+        drives = tuple(
+            DriveFacts(name=f"nvme{i}n1", wear_share=share, written_bytes=60 * 10**12)
+            for i, share in enumerate(shares)
+        )
+        # Two folders on the same drives, which count once.
+        places = [
+            DirectoryProfile(path=path, file_system="ext4", device="/dev/md0", free_bytes=10**12, drives=drives)
+            for path in ("/a", "/b")
+        ]  # fmt: skip
+        return plan_disk(prepare(config), tmp_path / "out", places=places).estimate.wear
+
+    assert "assumed" in wear(None, None).text()
+    told = wear(None, 0.1, 0.2).to_dict()
+    assert (told["rated_bytes"], told["used_share"]) == (900 * 10**12, 0.2)
+    assert (told["rated_is_read"], told["rated_is_assumed"]) == (True, False)
+    assert told["left_bytes"] == 720 * 10**12
+    assert "20 % of that is used up, what is left lasts" in wear(500, 0.2).text()
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -1,0 +1,126 @@
+"""A machine that isn't this one, as its profile describes it: what a plan takes from there instead of asking the system.
+
+So a plan can be made for a machine before it is bought: its memory, what it computes in, and its drives' free space.
+The rates are `HardwareProfile.rates`; the plan itself is `ssdtune.train.planning`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ssdtune.errors import CapacityError, ConfigError
+from ssdtune.hardware.figures import DirectoryProfile
+from ssdtune.hardware.profile import HardwareProfile
+from ssdtune.store.space import MARGIN_BYTES, Need
+from ssdtune.units import format_disk, format_memory
+
+logger = logging.getLogger(__name__)
+
+MEMORY_SHARE = 0.9
+"""Share of its memory that a run may take; the rest is for the system and others."""
+
+
+def host_budget(profile: HardwareProfile) -> int:
+    """Return the host memory that a run may take there, in bytes.
+
+    Raises:
+        ConfigError: The profile does not say how much memory there is.
+    """
+    memory_bytes = profile.machine.get("memory_bytes")
+    if not isinstance(memory_bytes, int) or memory_bytes <= 0:
+        raise ConfigError(
+            f"the hardware profile does not say how much memory the machine has: machine.memory_bytes is "
+            f"{memory_bytes!r}. Correct it, or set host_memory."
+        )
+    return int(memory_bytes * MEMORY_SHARE)
+
+
+def compute_dtype(profile: HardwareProfile, wanted: str) -> torch.dtype:
+    """Return the dtype that a run computes in there.
+
+    Args:
+        wanted: `model.dtype`; "auto" takes bf16 where the machine multiplies it at full speed.
+    """
+    names = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    if wanted == "auto":
+        return names["bf16" if "bf16" in profile.compute_dtypes else "fp32"]
+    if wanted not in profile.compute_dtypes:
+        logger.warning(
+            "the machine of the hardware profile does not compute in %s at full speed, only in %s.",
+            wanted,
+            " and ".join(profile.compute_dtypes) or "nothing that was measured",
+        )
+    return names[wanted]
+
+
+def swap_places(profile: HardwareProfile, wanted: Sequence[str]) -> list[DirectoryProfile]:
+    """Return the directories that would hold the states there.
+
+    Args:
+        wanted: `io.swap_dirs`; taken if the profile knows all of them. Names of this machine mean nothing there:
+            then all measured directories are used.
+
+    Raises:
+        ConfigError: The profile has no directories.
+    """
+    by_path = {Path(place.path): place for place in profile.directories}
+    paths = [Path(name).expanduser() for name in wanted]
+    if paths and all(path in by_path for path in paths):
+        return [by_path[path] for path in dict.fromkeys(paths)]
+    measured = [place for place in by_path.values() if not place.problem]
+    if not measured:
+        raise ConfigError(
+            "the hardware profile has no directory with measured drives. Make it anew: ssdtune profile DIR "
+            "--output FILE"
+        )
+    return measured
+
+
+def check_space(needs: Sequence[Need], places: Sequence[DirectoryProfile]) -> None:
+    """Refuse a run that does not fit on the drives of the profile, as they were when it was made.
+
+    Args:
+        needs: What the run will write; what lies in none of the places is taken to lie in the first.
+
+    Raises:
+        CapacityError: Some file systems are too small; all of them are named, with numbers.
+    """
+    by_device: dict[str, list[Need]] = {place.device: [] for place in places}
+    for need in needs:
+        inside = [place for place in places if need.path.is_relative_to(place.path)]
+        by_device[(inside or list(places))[0].device].append(need)
+    problems = []
+    for device, items in by_device.items():
+        place = next(place for place in places if place.device == device)
+        needed = sum(need.nbytes for need in items)
+        missing = needed + MARGIN_BYTES - place.free_bytes
+        if missing > 0:
+            what = ", ".join(f"{format_disk(need.nbytes)} for {need.purpose}" for need in items)
+            problems.append(
+                f"not enough space on {device} ({place.path}) of the hardware profile: {format_disk(needed)} "
+                f"needed ({what}), {format_disk(place.free_bytes)} were free when it was made, "
+                f"{format_disk(MARGIN_BYTES)} must stay free. {format_disk(missing)} are missing"
+            )
+    if problems:
+        raise CapacityError(
+            "\n".join(problems)
+            + ". More or larger drives would do, a lower save_total_limit, or method: lora."
+        )
+
+
+def describe(profile: HardwareProfile) -> str:
+    """Return one line that says which machine a plan is for."""
+    machine = profile.machine
+    memory = machine.get("memory_bytes")
+    facts = [
+        str(machine.get("cpu", "")),
+        f"{machine['cores']} cores" if machine.get("cores") else "",
+        format_memory(memory) if isinstance(memory, int) else "",
+        str(machine.get("cards", "")),
+    ]
+    named = ", ".join(fact for fact in facts if fact) or "nothing is said of it"
+    return f"planned for another machine: {named}; measured {profile.measured_at}"
