@@ -45,9 +45,8 @@ def _fp16(value: Any) -> None:
         raise ValueError("is not supported: use dtype: bf16, or dtype: fp32")
 
 
-def _recompute(value: Any) -> None:
-    if not _is(value, _TRUE):
-        raise ValueError("cannot be turned off: blocks are always computed again from their input")
+def _recompute(value: Any) -> str | None:
+    return "never" if _is(value, _FALSE) else None  # memory decides
 
 
 def _ratio(value: Any) -> Any:
@@ -76,7 +75,7 @@ ALIASES: dict[str, Alias] = {
     "fp16": Alias("dtype", _fp16),
     "clip_grad_norm": Alias("max_grad_norm"),
     "lora_rank": Alias("lora_r"),
-    "gradient_checkpointing": Alias("", _recompute),
+    "gradient_checkpointing": Alias("recompute", _recompute),
     "resume": Alias("resume_from_checkpoint", _resume),
     "swap_dir": Alias("swap_dirs"),
     "nvme_path": Alias("swap_dirs"),

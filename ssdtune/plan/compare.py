@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ssdtune.plan.generate import EMBED, StepShape, block_stage, generate_training_step
+from ssdtune.plan.generate import StepShape, block_stage, generate_training_step
 from ssdtune.plan.hardware import Hardware
 from ssdtune.plan.ledger import MATRICES_PER_BLOCK, Ledger, TrainingShape, work_of
 from ssdtune.plan.peers import Job, with_swap
@@ -27,7 +27,7 @@ def own_job(
     update: str = "overlap",
     resident: Sequence[str] = (),
     gradients: str = "host",
-    slots: int = 2,
+    slots: int = 3,
 ) -> Job:
     """Return one of our steps: full fine-tuning, weights and states on SSD but for resident stages.
 
@@ -35,34 +35,28 @@ def own_job(
     requests plays no part.
 
     Args:
-        update: "overlap" (no clipping, updates within backward), "after" (exact clipping, updates after
-            backward) or "deferred" (exact clipping, the previous step's updates within forward).
+        update: "overlap" (no clipping, updates within backward) or "deferred" (exact clipping, the previous
+            step's updates within forward).
         gradients: Where gradients wait for the norm of all, "host" or "ssd".
-        slots: For blocks' weights and for their gradients, each.
+        slots: For blocks' weights; one less for their gradients.
     """
     model, training = ledger.model, ledger.training
-    blocks = [block_stage(number) for number in range(model.num_blocks)]
+    stages = ledger.stages(resident)
+    trained = frozenset(name for name, stage in stages.items() if stage.pieces)
+    deferred = trained if update == "deferred" else frozenset()
     shape = StepShape(
         num_blocks=model.num_blocks,
         num_micro_batches=training.micro_batches,
         tied=model.tied,
-        trained=frozenset([EMBED, *blocks]),
+        stages=stages,
         block_slots=slots,
-        gradient_slots=slots,
-        update=update,
-        pending=update == "deferred",
-        gradients=gradients,
+        gradient_slots=slots - 1,
+        deferred=deferred,
+        pending=bool(deferred),
+        gradients_on_ssd=deferred if gradients == "ssd" else frozenset(),
     )
     schedule = generate_training_step(shape)
-    work = work_of(
-        schedule,
-        ledger,
-        update=update,
-        resident=resident,
-        resident_gradients=gradients == "host",
-        requests_per_state=MATRICES_PER_BLOCK,
-    )
-    return Job(schedule, work)
+    return Job(schedule, work_of(schedule, shape, ledger, requests_per_state=MATRICES_PER_BLOCK))
 
 
 def own_ledger(row: Row, batch: int) -> Ledger:
@@ -103,7 +97,7 @@ class Comparison:
         streamed_s: Ours without clipping, nothing kept in memory, all activations recomputed.
         swapped_s: The same with the best volume of activations kept in host memory.
         cached_s: As `swapped_s`, and blocks kept in host memory as far as there is room.
-        clipped_s: As `streamed_s` with exact clipping: the faster of "after" and "deferred".
+        clipped_s: As `streamed_s` with exact clipping: updates are deferred.
         clipped_cached_s: As `cached_s` with exact clipping.
         bounds: What is occupied longest in `streamed_s`, `swapped_s` and `cached_s`.
     """
@@ -139,16 +133,15 @@ def compare(row: Row, constants: Constants | None = None) -> Comparison:
         job = own_job(candidate, update=update, resident=resident, gradients=gradients)
         return job.simulate(hardware)
 
-    def fastest(candidates: Sequence[Ledger], updates: Sequence[str], *, caching: bool) -> Simulation:  # fmt: skip
-        results = [simulated(c, u, caching=caching) for c in candidates for u in updates]
+    def fastest(candidates: Sequence[Ledger], update: str, *, caching: bool) -> Simulation:
+        results = [simulated(candidate, update, caching=caching) for candidate in candidates]
         return min(results, key=lambda result: result.step_s)
 
     streamed = simulated(ledger, "overlap", caching=False)
-    swapped = fastest(volumes, ["overlap"], caching=False)
-    kept = fastest(volumes, ["overlap"], caching=True)
-    clipping = ("after", "deferred")
-    clipped = fastest([ledger], clipping, caching=False)
-    clipped_kept = fastest(volumes, clipping, caching=True)
+    swapped = fastest(volumes, "overlap", caching=False)
+    kept = fastest(volumes, "overlap", caching=True)
+    clipped = simulated(ledger, "deferred", caching=False)
+    clipped_kept = fastest(volumes, "deferred", caching=True)
     return Comparison(
         row=row,
         batch=prediction.batch,

@@ -4,11 +4,14 @@ All micro-batches go through a block before the next block begins, so weights cr
 whatever the accumulation. Weights live in slots of three classes: `outer` (small weights, one slot),
 `ends` (embedding and head, one slot) and `block` (`block_slots` of them). A slot is refilled as soon as its
 last user is done; a stage that still lies in a slot isn't read again.
+
+The optimizer works on the weights where they lie, so an update that follows the backward pass finds them in
+their slot, and the forward pass that follows a pending update finds the new ones there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ssdtune.plan.schedule import Kind, Lane, Schedule
@@ -22,6 +25,44 @@ def block_stage(number: int) -> str:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A piece of a stage's trained weights and states that is updated at once.
+
+    Attributes:
+        numel: Elements.
+        weight_bytes: Its weights; `state_bytes` what else is read and written of it.
+        streamed: It lies on SSD; else it stays in memory.
+    """
+
+    numel: int = 0
+    weight_bytes: int = 0
+    state_bytes: int = 0
+    streamed: bool = True
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """Sizes of a stage.
+
+    Attributes:
+        load_bytes: Weights that are read whenever the stage is loaded: all that don't stay in memory.
+        frozen_bytes: Those of them that are never updated.
+        upload_bytes: All weights, which go to the device.
+        pieces: Its trained states.
+    """
+
+    load_bytes: int = 0
+    frozen_bytes: int = 0
+    upload_bytes: int = 0
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def trained_numel(self) -> int:
+        """Trained elements."""
+        return sum(piece.numel for piece in self.pieces)
+
+
+@dataclass(frozen=True)
 class StepShape:
     """What the generator must know.
 
@@ -29,28 +70,37 @@ class StepShape:
         num_blocks: Blocks of the model, L.
         num_micro_batches: Micro-batches of this step (the last window of an epoch may be smaller).
         tied: Embedding and head are one stage.
-        trained: Stages that have trained weights.
-        block_slots: Weight slots for blocks, at least 1; one more than the prefetch depth.
-        gradient_slots: Gradient slots for blocks, used where gradients don't stay in memory.
+        stages: Sizes of all stages.
+        block_slots: Weight slots for blocks, at least 1: one computes, the others are read ahead or updated.
+        gradient_slots: Gradient slots for blocks whose update follows at once, or whose gradient goes to SSD.
         input_slots: Slots for block inputs on their way to or from SSD; 0 keeps all inputs in memory.
-        update: When a stage is updated: "overlap" (as soon as its gradient is complete), "after" (once the
-            norm of all gradients is known) or "deferred" (the next step begins with it, see `pending`).
-        pending: The previous step's updates are still to be made: each stage's before it is loaded.
-        gradients: Where complete gradients wait unless updates overlap: "host" or "ssd".
-        load_bytes: Bytes read per stage when its weights are loaded; stages kept in memory have 0.
+        chunk_slots: Slots for pieces of optimizer states: read ahead, computed, being written.
+        kept: Blocks that keep all that their backward pass needs; the others are run again from their input.
+        deferred: Stages whose update waits for the next step (see `pending`): all of them if gradients are
+            clipped by the norm of all. Others are updated as soon as their gradient is complete.
+        pending: The previous step's deferred updates are still to be made: each before its stage is loaded.
+        gradients_on_ssd: Deferred stages whose gradient waits on SSD, not in memory.
+        input_bytes: One block's input of one micro-batch.
     """
 
     num_blocks: int
     num_micro_batches: int
     tied: bool
-    trained: frozenset[str]
-    block_slots: int = 2
+    stages: Mapping[str, StageShape] = field(default_factory=dict)
+    block_slots: int = 3
     gradient_slots: int = 2
     input_slots: int = 0
-    update: str = "after"
+    chunk_slots: int = 4
+    kept: frozenset[str] = frozenset()
+    deferred: frozenset[str] = frozenset()
     pending: bool = False
-    gradients: str = "host"
-    load_bytes: Mapping[str, int] = field(default_factory=dict)
+    gradients_on_ssd: frozenset[str] = frozenset()
+    input_bytes: int = 0
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Stages that have trained weights."""
+        return frozenset(name for name, stage in self.stages.items() if stage.pieces)
 
     @property
     def first_backward(self) -> int:
@@ -66,6 +116,13 @@ class StepShape:
         """Stage that holds the output matrix."""
         return EMBED if self.tied else HEAD
 
+    def stage(self, name: str) -> StageShape:
+        """Return a stage's sizes."""
+        return self.stages.get(name, _NOTHING)
+
+
+_NOTHING = StageShape()
+
 
 @dataclass
 class _Slot:
@@ -73,7 +130,8 @@ class _Slot:
     stage: str = ""
     ready: int | None = None
     """UPLOAD of what lies in it."""
-    last_use: int | None = None
+    uses: list[int] = field(default_factory=list)
+    """What must be over before something else is put there."""
     last_visit: int = -1
 
 
@@ -85,18 +143,88 @@ class _Visit:
     kind: Kind
 
 
-class _Weights:
-    """Assigns weight slots to visits and emits LOAD and UPLOAD in time."""
+class _Updates:
+    """Assigns chunk slots and emits the updates of stages, piece by piece."""
 
-    def __init__(self, schedule: Schedule, shape: StepShape, visits: list[_Visit]) -> None:
+    def __init__(self, schedule: Schedule, shape: StepShape) -> None:
+        self.schedule = schedule
+        self.shape = shape
+        self.next = 0
+        self.released: dict[str, int] = {}
+
+    def emit(
+        self,
+        stage: str,
+        slot: _Slot,
+        *,
+        with_weights: bool,
+        gradient_slot: str,
+        readable: Iterable[int | None] = (),
+        complete: int | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """Emit a stage's update.
+
+        Args:
+            slot: Where its weights lie, or are brought `with_weights`.
+            gradient_slot: Where its gradient lies; "" if on SSD.
+            readable: What must be over before states (and weights) are read.
+            complete: What must be over before the gradient is used.
+
+        Returns:
+            What must be over before the new weights are used, and before slot and gradient are used again.
+        """
+        add, computed, over = self.schedule.add, [], []
+        readable = tuple(readable)
+        for number, piece in enumerate(self.shape.stage(stage).pieces):
+            if not piece.streamed:
+                done = add(
+                    Lane.ADAM, Kind.UPDATE, stage, after=(complete,), piece=number,
+                    gradient_slot=gradient_slot, num_elements=piece.numel,
+                )  # fmt: skip
+                computed.append(done)
+                over.append(done)
+                continue
+            chunk = f"chunk.{self.next}"
+            self.next = (self.next + 1) % self.shape.chunk_slots
+            common = {
+                "piece": number, "slot": chunk, "weight_slot": slot.name, "gradient_slot": gradient_slot,
+                "num_elements": piece.numel,
+            }  # fmt: skip
+            read = piece.state_bytes + (piece.weight_bytes if with_weights else 0)
+            read += 0 if gradient_slot else 4 * piece.numel
+            loaded = add(
+                Lane.STATES_READ, Kind.LOAD_STATES, stage, after=(*readable, self.released.get(chunk)),
+                with_weights=with_weights, num_bytes=read, **common,
+            )  # fmt: skip
+            done = add(Lane.ADAM, Kind.UPDATE, stage, after=(loaded, complete), **common)
+            written = piece.state_bytes + piece.weight_bytes
+            saved = add(
+                Lane.STATES_WRITE, Kind.SAVE_STATES, stage, after=(done,), num_bytes=written, **common
+            )
+            self.released[chunk] = saved
+            computed.append(done)
+            over.append(saved)
+        return computed, over
+
+
+class _Weights:
+    """Assigns weight slots to visits and emits LOAD and UPLOAD, and pending updates, in time."""
+
+    def __init__(
+        self, schedule: Schedule, shape: StepShape, visits: list[_Visit], updates: _Updates
+    ) -> None:
         self.schedule = schedule
         self.shape = shape
         self.visits = visits
+        self.updates = updates
         self.emitted = 0
         blocks = [_Slot(f"block.{i}") for i in range(shape.block_slots)]
         self.slots = {"outer": [_Slot("outer")], "ends": [_Slot("ends")], "block": blocks}
         self.held: dict[int, _Slot] = {}
-        self.updated: Mapping[str, int] = {}
+        self.first_load: dict[str, int] = {}
+        """It may import the stage, so that nothing of it is in the store before."""
+        self.updated: dict[str, list[int]] = {}
+        """Pending updates: what must be over before the stage is read from the store again."""
 
     def _class(self, stage: str) -> str:
         return "outer" if stage == OUTER else "ends" if stage in (EMBED, HEAD) else "block"
@@ -130,24 +258,51 @@ class _Weights:
             self.emitted += 1
 
     def _fill(self, slot: _Slot, stage: str) -> None:
-        size = self.shape.load_bytes.get(stage, 0)
-        load = self.schedule.add(
-            Lane.SSD_READ, Kind.LOAD, stage, after=(slot.last_use, self.updated.get(stage)),
-            slot=slot.name, num_bytes=size,
+        shape, sizes = self.shape, self.shape.stage(stage)
+        free, here = slot.uses, []
+        updates = shape.pending and stage in shape.deferred and stage not in self.updated
+        slot.stage, slot.uses = stage, []
+        if updates:
+            gradient = gradient_slot(shape, stage)
+            here, over = self.updates.emit(
+                stage, slot, with_weights=True, gradient_slot=gradient, readable=free
+            )
+            self.updated[stage] = over
+            slot.uses += over
+        if not updates or sizes.frozen_bytes:
+            after = (*free, *([] if updates else self.updated.get(stage, [])))
+            load = self.schedule.add(
+                Lane.SSD_READ, Kind.LOAD, stage, after=after, slot=slot.name, with_weights=not updates,
+                num_bytes=sizes.frozen_bytes if updates else sizes.load_bytes,
+            )  # fmt: skip
+            here = [*here, load]
+            self.first_load.setdefault(stage, load)
+        slot.ready = self.schedule.add(Lane.H2D, Kind.UPLOAD, stage, after=here, slot=slot.name)
+
+    def update(self, stage: str, gradient: str, complete: int) -> list[int]:
+        """Emit the update of a stage whose gradient is complete, and return when the gradient has served."""
+        slots = self.slots[self._class(stage)]
+        holder = next((slot for slot in slots if slot.stage == stage), None)
+        slot = holder or self._choose(stage, len(self.visits))
+        readable = [self.first_load[stage], *([] if holder else slot.uses)]
+        computed, over = self.updates.emit(
+            stage, slot, with_weights=holder is None, gradient_slot=gradient, readable=readable,
+            complete=complete,
         )  # fmt: skip
-        slot.ready = self.schedule.add(Lane.H2D, Kind.UPLOAD, stage, after=(load,), slot=slot.name)
-        slot.stage, slot.last_use = stage, None
+        slot.stage = stage
+        slot.uses += over
+        return computed
 
 
 class _Gradients:
     """Assigns gradient slots and emits what happens to a complete gradient."""
 
-    def __init__(self, schedule: Schedule, shape: StepShape) -> None:
+    def __init__(self, schedule: Schedule, shape: StepShape, weights: _Weights) -> None:
         self.schedule = schedule
         self.shape = shape
-        self.released: dict[str, int | None] = {}
+        self.weights = weights
+        self.released: dict[str, list[int]] = {}
         self.collected: list[int] = []
-        self.saved: dict[str, int] = {}
         self.next_block_slot = 0
         self.current: dict[str, str] = {}
 
@@ -156,62 +311,54 @@ class _Gradients:
         if stage not in self.shape.trained:
             return ""
         if stage not in self.current:
-            if self.shape.update != "overlap" and self.shape.gradients == "host":
-                name = stage
-            elif stage in (OUTER, EMBED, HEAD):
+            name = gradient_slot(self.shape, stage)
+            if not name and stage in (OUTER, EMBED, HEAD):
                 name = OUTER if stage == OUTER else "ends"
-            else:
+            elif not name:
                 name = f"block.{self.next_block_slot}"
                 self.next_block_slot = (self.next_block_slot + 1) % self.shape.gradient_slots
             self.current[stage] = name
         return self.current[stage]
 
-    def free(self, stage: str) -> int | None:
-        """Return the operation after which the stage's slot may be written."""
-        return self.released.get(self.slot(stage)) if self.slot(stage) else None
+    def free(self, stage: str) -> list[int]:
+        """Return the operations after which the stage's slot may be written."""
+        # A pending update has used the stage's old gradient before its weights are used.
+        return self.released.get(self.slot(stage), [])
 
     def complete(self, stage: str, last: int) -> None:
         """Emit collection and, by the policy, saving or updating; `last` added the last micro-batch."""
         slot = self.slot(stage)
         if not slot:
             return
-        add = self.schedule.add
+        add, shape = self.schedule.add, self.shape
         done = add(Lane.D2H, Kind.COLLECT_GRADIENT, stage, after=(last,), slot=slot)
         self.collected.append(done)
-        if self.shape.update == "overlap":
-            done = add(Lane.ADAM, Kind.UPDATE, stage, after=(done,), slot=slot)
-        elif self.shape.gradients == "ssd":
-            done = add(Lane.SSD_WRITE, Kind.SAVE_GRADIENT, stage, after=(done,), slot=slot)
-            self.saved[stage] = done
-        self.released[slot] = done
+        over = [done]
+        if stage not in shape.deferred:
+            over = self.weights.update(stage, slot, done)
+        elif stage in shape.gradients_on_ssd:
+            size = 4 * shape.stage(stage).trained_numel
+            over = [
+                add(Lane.SSD_WRITE, Kind.SAVE_GRADIENT, stage, after=over, slot=slot, num_bytes=size)
+            ]
+        self.released[slot] = over
 
     def finish(self) -> None:
-        """Emit the global norm and, where they are still to come, the updates."""
-        add = self.schedule.add
-        clip = add(Lane.COMPUTE, Kind.CLIP, after=tuple(self.collected))
-        if self.shape.update == "after":
-            stages = stages_of(self.shape)
-            self.update(stages, {stage: (clip, self.saved.get(stage)) for stage in stages})
+        """Emit the global norm."""
+        self.schedule.add(Lane.COMPUTE, Kind.CLIP, after=self.collected)
 
-    def update(
-        self, stages: list[str], after: Mapping[str, tuple[int | None, ...]]
-    ) -> dict[str, int]:
-        """Emit the updates of gradients that waited, and return the operation of each stage."""
-        done = {}
-        for stage in stages:
-            if stage in self.shape.trained:
-                slot = self.slot(stage) if self.shape.gradients == "host" else ""
-                done[stage] = self.schedule.add(
-                    Lane.ADAM, Kind.UPDATE, stage, after=after.get(stage, ()), slot=slot
-                )
-        return done
+
+def gradient_slot(shape: StepShape, stage: str) -> str:
+    """Return the slot in which a stage's gradient waits for the next step; "" if it doesn't wait in memory."""
+    return stage if stage in shape.deferred - shape.gradients_on_ssd else ""
 
 
 class _Inputs:
     """Assigns slots to block inputs that travel to SSD and back."""
 
-    def __init__(self, schedule: Schedule, count: int) -> None:
+    def __init__(self, schedule: Schedule, shape: StepShape, count: int) -> None:
         self.schedule = schedule
+        self.size = shape.input_bytes
         self.count = count
         self.next = 0
         self.released: dict[str, int] = {}
@@ -230,29 +377,19 @@ class _Inputs:
         """Emit the write of the input that `after` left in the slot."""
         if slot:
             done = self.schedule.add(
-                Lane.SSD_WRITE,
-                Kind.SAVE_INPUT,
-                stage,
-                after=(after,),
-                micro_batch=micro_batch,
-                slot=slot,
-            )
+                Lane.SSD_WRITE, Kind.SAVE_INPUT, stage, after=(after,), micro_batch=micro_batch, slot=slot,
+                num_bytes=self.size,
+            )  # fmt: skip
             self.released[slot] = self.saved[stage, micro_batch] = done
 
     def load(self, stage: str, micro_batch: int) -> None:
         """Emit the read of the input into the next slot."""
-        if self.count:
-            slot = self.take()
-            after = (self.saved[stage, micro_batch], self.released.get(slot))
-            done = self.schedule.add(
-                Lane.SSD_READ,
-                Kind.LOAD_INPUT,
-                stage,
-                after=after,
-                micro_batch=micro_batch,
-                slot=slot,
-            )
-            self.loaded[stage, micro_batch] = (done, slot)
+        slot = self.take()
+        done = self.schedule.add(
+            Lane.SSD_READ, Kind.LOAD_INPUT, stage, micro_batch=micro_batch, slot=slot,
+            after=(self.saved[stage, micro_batch], self.released.get(slot)), num_bytes=self.size,
+        )  # fmt: skip
+        self.loaded[stage, micro_batch] = (done, slot)
 
 
 def generate_training_step(shape: StepShape) -> Schedule:
@@ -268,7 +405,14 @@ def generate_evaluation(shape: StepShape) -> Schedule:
 def generate_flush(shape: StepShape) -> Schedule:
     """Return the schedule that makes pending updates without a step after them."""
     schedule = Schedule()
-    _Gradients(schedule, shape).update(stages_of(shape), {})
+    weights = _Weights(schedule, shape, [], _Updates(schedule, shape))
+    for number, stage in enumerate(s for s in stages_of(shape) if s in shape.deferred):
+        slots = weights.slots[weights._class(stage)]
+        slot = slots[number % len(slots)]
+        _, slot.uses = weights.updates.emit(
+            stage, slot, with_weights=True, gradient_slot=gradient_slot(shape, stage),
+            readable=slot.uses,
+        )  # fmt: skip
     return schedule
 
 
@@ -287,20 +431,20 @@ def _visits(shape: StepShape, training: bool) -> list[_Visit]:
 def _generate(shape: StepShape, *, training: bool) -> Schedule:
     schedule, visits = Schedule(), _visits(shape, training)
     goes_back = {visit.stage for visit in visits if visit.kind == Kind.BACKWARD}
-    weights = _Weights(schedule, shape, visits)
-    gradients = _Gradients(schedule, shape)
-    inputs = _Inputs(schedule, shape.input_slots if training else 0)
+    weights = _Weights(schedule, shape, visits, _Updates(schedule, shape))
+    gradients = _Gradients(schedule, shape, weights)
+    inputs = _Inputs(schedule, shape, shape.input_slots if training else 0)
     micro_batches = range(shape.num_micro_batches)
     outer_ready: int | None = None
     add = schedule.add
-    if training and shape.pending:
-        weights.updated = gradients.update(stages_of(shape), {})
 
     for number, visit in enumerate(visits):
         stage = visit.stage
         weights.emit_until(number, number)
         slot = weights.held[number]
-        if visit.kind == Kind.BACKWARD:
+        kept = training and stage in shape.kept and stage in goes_back
+        moves = bool(inputs.count) and stage in goes_back and not kept
+        if visit.kind == Kind.BACKWARD and moves:
             for m in micro_batches[: shape.input_slots]:
                 inputs.load(stage, m)
         weights.emit_until(number + shape.block_slots - 1, number)
@@ -311,26 +455,30 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
         last = -1
         for m in micro_batches:
             if visit.kind == Kind.FORWARD:
-                place = inputs.take() if stage in goes_back else ""
-                after = (*ready, inputs.released.get(place))
+                place = inputs.take() if moves else ""
                 last = add(
-                    Lane.COMPUTE, visit.kind, stage, after=after, micro_batch=m, input_slot=place
-                )
+                    Lane.COMPUTE, visit.kind, stage, after=(*ready, inputs.released.get(place)),
+                    micro_batch=m, input_slot=place, kept=kept,
+                )  # fmt: skip
                 inputs.save(stage, m, place, last)
             elif visit.kind == Kind.BACKWARD:
-                if inputs.count and m >= shape.input_slots:
+                if moves and m >= shape.input_slots:
                     inputs.load(stage, m)
                 loaded, place = inputs.loaded.get((stage, m), (None, ""))
                 last = add(
-                    Lane.COMPUTE, visit.kind, stage, after=(*ready, loaded, gradients.free(stage)),
-                    micro_batch=m, slot=gradients.slot(stage), input_slot=place,
+                    Lane.COMPUTE, visit.kind, stage, after=(*ready, loaded, *gradients.free(stage)),
+                    micro_batch=m, slot=gradients.slot(stage), input_slot=place, kept=kept,
                 )  # fmt: skip
                 if place:
                     inputs.released[place] = last
             else:
-                place = gradients.slot(stage) if training and visit.kind == Kind.LOSS else ""
-                last = add(Lane.COMPUTE, visit.kind, stage, after=ready, micro_batch=m, slot=place)
-        slot.last_use = last
+                place, free = "", []
+                if training and visit.kind == Kind.LOSS:
+                    place, free = gradients.slot(stage), gradients.free(stage)
+                last = add(
+                    Lane.COMPUTE, visit.kind, stage, after=(*ready, *free), micro_batch=m, slot=place
+                )
+        slot.uses.append(last)
         is_complete = visit.kind == Kind.BACKWARD or (visit.kind == Kind.LOSS and not shape.tied)
         if training and is_complete:
             gradients.complete(stage, last)
@@ -338,8 +486,8 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
     if training:
         for m in micro_batches:
             last = add(
-                Lane.COMPUTE, Kind.ENTRY_BACKWARD, EMBED, after=(gradients.free(EMBED),),
-                micro_batch=m, slot=gradients.slot(EMBED),
+                Lane.COMPUTE, Kind.ENTRY_BACKWARD, EMBED, after=gradients.free(EMBED), micro_batch=m,
+                slot=gradients.slot(EMBED),
             )  # fmt: skip
         gradients.complete(EMBED, last)
         gradients.complete(OUTER, last)

@@ -12,7 +12,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from ssdtune.plan.generate import EMBED, HEAD, OUTER
+from ssdtune.plan.generate import (
+    EMBED,
+    HEAD,
+    OUTER,
+    Piece,
+    StageShape,
+    StepShape,
+    block_stage,
+    gradient_slot,
+)
 from ssdtune.plan.hardware import Work
 from ssdtune.plan.schedule import Kind, Operation, Schedule
 
@@ -102,6 +111,8 @@ class TrainingShape:
         swap_bytes: Activations of a step that leave the device, block inputs included; None for just these.
         swap_to_ssd_bytes: The part of them that goes on to the drives.
         skips_last_matrix: Recomputation ends before the block's last matrix product, whose result nobody needs.
+        backward_slowness: Time of a FLOP of backward in units of one of forward.
+        activation_bytes: What blocks keep in a step if they aren't run again, where that was counted.
     """
 
     tokens: int
@@ -114,6 +125,8 @@ class TrainingShape:
     swap_bytes: float | None = None
     swap_to_ssd_bytes: float = 0.0
     skips_last_matrix: bool = False
+    backward_slowness: float = 1.0
+    activation_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,8 @@ class Ledger:
         Two norms, qkv (3), attention, projection, the MLP's inner layer before and after its activation
         (4 each), and the block's result.
         """
-        return 16 * self.input_bytes
+        counted = self.training.activation_bytes
+        return 16 * self.input_bytes if counted is None else counted
 
     @property
     def swap_bytes(self) -> float:
@@ -205,10 +219,22 @@ class Ledger:
             write_bytes=self.training.swap_to_ssd_bytes / blocks,
         )
 
-    def backward(self) -> Work:
-        """Return one block's backward pass for all tokens, recomputation and swapped activations included."""
+    def kept_bytes(self, all_of_them: bool, share: float) -> int:
+        """Return what waits for the backward pass of one block and a share of the tokens: its input, or all."""
+        whole = self.all_activation_bytes if all_of_them else self.input_bytes
+        return int(whole / self.model.num_blocks * share)
+
+    def backward(self, *, recompute: bool = True) -> Work:
+        """Return one block's backward pass for all tokens, swapped activations included.
+
+        FLOP are those of forward that take as long.
+
+        Args:
+            recompute: What was not kept is computed again.
+        """
         blocks = self.model.num_blocks
-        share = self.backward_share + self.recompute_share
+        share = self.backward_share * self.training.backward_slowness
+        share += self.recompute_share if recompute else 0.0
         return Work(
             flop=share * self.block_forward_flop,
             h2d_bytes=self.swap_bytes / blocks,
@@ -217,18 +243,36 @@ class Ledger:
 
     def loss(self) -> Work:
         """Return head and loss for all tokens, forward and backward."""
-        share = 2.0 if self.training.adapter_parameters else 3.0
+        share = 1.0 if self.training.adapter_parameters else 2.0
+        share = 1 + share * self.training.backward_slowness
         return Work(flop=share * 2.0 * self.model.head_parameters * self.training.tokens)
 
-    def update(self, elements: float, *, read: float, write: float, requests: float) -> Work:
-        """Return AdamW over so many elements that reads and writes so many bytes of each."""
-        return Work(
-            read_bytes=read * elements,
-            write_bytes=write * elements,
-            requests=requests,
-            adam_elements=elements,
-            dram_bytes=ADAM_DRAM_BYTES * elements,
-        )
+    def stages(self, resident: Collection[str] = (), pieces: int = 1) -> dict[str, StageShape]:
+        """Return the stages' sizes for the generator of schedules.
+
+        Args:
+            resident: Stages whose weights and states stay in host memory.
+            pieces: Pieces in which a stage's states are updated.
+        """
+        t = self.training
+        found = {}
+        for name in (
+            OUTER, EMBED, *(block_stage(n) for n in range(self.model.num_blocks)),
+            *([] if self.model.tied else [HEAD]),
+        ):  # fmt: skip
+            weights, streamed = self.model.stage_parameters(name), name not in resident
+            trained = self.trained(name)
+            load = t.weight_bytes * weights if streamed else 0
+            states = 10 if t.split_master else 8
+            piece = Piece(
+                trained // pieces, t.weight_bytes * trained // pieces, states * trained // pieces, streamed
+            )
+            # An adapter comes beside the weights and is no part of `stage_parameters`.
+            frozen = load if t.adapter_parameters else 0
+            found[name] = StageShape(
+                load, frozen, t.weight_bytes * weights, (piece,) * pieces if trained else ()
+            )
+        return found
 
 
 def scaled(work: Work, share: float) -> Work:
@@ -237,78 +281,56 @@ def scaled(work: Work, share: float) -> Work:
 
 
 def work_of(
-    schedule: Schedule,
-    ledger: Ledger,
-    *,
-    update: str,
-    resident: Collection[str] = (),
-    resident_gradients: bool = True,
-    requests_per_state: float = 1,
+    schedule: Schedule, shape: StepShape, ledger: Ledger, *, requests_per_state: float = 0
 ) -> list[Work]:
     """Return the work of each operation of a schedule that `ssdtune.plan.generate` wrote.
 
     Args:
-        update: "overlap", "after" or "deferred", as the schedule was made; "overlap" updates weights while
-            they are still in memory, the others read them again.
-        resident: Stages whose weights and states stay in host memory.
-        resident_gradients: Complete gradients wait in host memory, not on SSD.
+        shape: What the schedule was written for.
         requests_per_state: Transfers that one state of a stage takes.
     """
-    return [
-        _operation_work(operation, ledger, update, resident, resident_gradients, requests_per_state)
-        for operation in schedule.operations
-    ]
+    return [_work(op, shape, ledger, requests_per_state) for op in schedule.operations]
 
 
-def _operation_work(
-    operation: Operation,
-    ledger: Ledger,
-    update: str,
-    resident: Collection[str],
-    in_memory: bool,
-    requests: float,
-) -> Work:
-    stage, training = operation.stage, ledger.training
-    weights = ledger.model.stage_parameters(stage)
-    trained = ledger.trained(stage)
-    streamed = stage not in resident
-    micro = 1 / training.micro_batches
-    inputs = int(ledger.input_bytes / ledger.model.num_blocks * micro)
-    gradient = training.gradient_bytes * trained
+def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: float) -> Work:
+    training, stage = ledger.training, shape.stage(operation.stage)
+    micro, moved = 1 / training.micro_batches, operation.num_bytes
+    gradient = training.gradient_bytes * stage.trained_numel
+    waits = gradient_slot(shape, operation.stage) != ""
+    states = requests / max(1, len(stage.pieces))
     match operation.kind:
-        case Kind.LOAD if streamed and weights:
-            return Work(read_bytes=training.weight_bytes * weights, requests=requests)
+        case Kind.LOAD:
+            return Work(read_bytes=moved, requests=requests if moved else 0)
         case Kind.UPLOAD:
-            return Work(h2d_bytes=training.weight_bytes * weights)
+            return Work(h2d_bytes=stage.upload_bytes)
         case Kind.FORWARD:
-            acquired = () if operation.input_slot else (("host", inputs),)
-            return replace(scaled(ledger.forward(), micro), acquires_bytes=acquired)
+            held = () if operation.input_slot else (("host", ledger.kept_bytes(operation.kept, micro)),)
+            return replace(scaled(ledger.forward(), micro), acquires_bytes=held)
         case Kind.BACKWARD:
-            released = () if operation.input_slot else (("host", inputs),)
-            return replace(scaled(ledger.backward(), micro), releases_bytes=released)
+            held = () if operation.input_slot else (("host", ledger.kept_bytes(operation.kept, micro)),)
+            work = ledger.backward(recompute=not operation.kept)
+            return replace(scaled(work, micro), releases_bytes=held)
         case Kind.SAVE_INPUT:
-            return Work(write_bytes=inputs, requests=1)
+            return Work(write_bytes=moved, requests=1)
         case Kind.LOAD_INPUT:
-            return Work(read_bytes=inputs, requests=1)
+            return Work(read_bytes=moved, requests=1)
         case Kind.LOSS:
             return scaled(ledger.loss(), micro)
-        case Kind.COLLECT_GRADIENT if trained:
-            acquired = (("host", gradient),) if in_memory else ()
-            return Work(d2h_bytes=gradient, acquires_bytes=acquired)
-        case Kind.SAVE_GRADIENT if trained:
-            return Work(write_bytes=gradient, requests=requests)
-        case Kind.UPDATE if trained:
-            released = (("host", gradient),) if in_memory else ()
-            if not streamed:
-                work = ledger.update(trained, read=0, write=0, requests=0)
-            else:
-                # Moments 8, and the lower half of the master or nothing; three states or four are written.
-                states = 10 if training.split_master else 8
-                again = training.weight_bytes if update != "overlap" else 0
-                waiting = 0 if in_memory else training.gradient_bytes
-                count = 5 + 2 * training.split_master + (again > 0) + (waiting > 0)
-                read = states + again + waiting
-                work = ledger.update(trained, read=read, write=12, requests=count * requests)
-            return replace(work, releases_bytes=released)
+        case Kind.COLLECT_GRADIENT:
+            return Work(d2h_bytes=gradient, acquires_bytes=(("host", gradient),) if waits else ())
+        case Kind.SAVE_GRADIENT:
+            return Work(write_bytes=moved, requests=requests)
+        case Kind.LOAD_STATES:
+            count = 2 + training.split_master + operation.with_weights + (not operation.gradient_slot)
+            return Work(read_bytes=moved, requests=count * states)
+        case Kind.UPDATE:
+            elements = operation.num_elements
+            return Work(
+                adam_elements=elements,
+                dram_bytes=ADAM_DRAM_BYTES * elements,
+                releases_bytes=(("host", gradient // len(stage.pieces)),) if waits else (),
+            )
+        case Kind.SAVE_STATES:
+            return Work(write_bytes=moved, requests=(3 + training.split_master) * states)
         case _:
             return Work()

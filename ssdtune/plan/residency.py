@@ -1,25 +1,49 @@
 """What stays in memory and what is streamed: plain numbers in, a `MemoryPlan` out.
 
-Order of preference for the host memory that is left after the buffers that every run needs: block inputs,
-then gradients, then the states of parts (those whose every byte saves most traffic first).
+Order of preference for the host memory that is left after the buffers that every run needs: block inputs, then
+gradients, then the states of parts (those whose every byte saves most traffic first), then what blocks need for
+their backward pass. `ssdtune.plan.search` tries other proportions on the simulator.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ssdtune.errors import CapacityError
 from ssdtune.units import MIB, format_memory
 
 SOURCE_SCRATCH_BYTES = 32 * MIB
-CHUNK_SETS = 3
-"""Chunks of the optimizer in flight: one read, one computed, one written."""
-CHUNK_ELEMENT_BYTES = 16
-"""Bytes of one element in a chunk: master weight and gradient 4 each, moments 8."""
+CHUNK_SLOTS = 4
+"""Pieces of optimizer states in flight: one read ahead, one complete, one computed, one written."""
+CHECK_BYTES = 1 << 20
+"""Largest piece of a state that has a checksum of its own in the store."""
 RESERVE_BYTES = 192 * MIB
 """Kernels that torch loads at their first use, small allocations, threads, allocator slack: 171 MiB measured at 134M."""
+
+
+def check_bytes_of(chunk_bytes: int) -> int:
+    """Return the piece that has a checksum: it divides the chunks of 2-byte states, and so of all."""
+    half_chunk = max(chunk_bytes // 4 // 2048, 1) * 2048 * 2
+    return math.gcd(half_chunk, CHECK_BYTES)
+
+
+def chunk_numel(chunk_bytes: int, check_bytes: int | None = None) -> int:
+    """Return the elements of a piece that the optimizer works on: whole pieces with a checksum.
+
+    Args:
+        chunk_bytes: Bytes of an fp32 state.
+        check_bytes: Of the store, whose size a resumed run takes over; by default that of a new one.
+    """
+    piece = (check_bytes or check_bytes_of(chunk_bytes)) // 2
+    return max(-(-chunk_bytes // 4 // piece), 1) * piece
+
+
+def chunk_slot_bytes(numel: int, *, split: bool, with_gradient: bool) -> int:
+    """Return what a piece's states take besides its weights: moments 8, low half 2, a gradient from SSD 4."""
+    return numel * (8 + 2 * split + 4 * with_gradient)
 
 
 @dataclass(frozen=True)
@@ -55,6 +79,7 @@ class ComputeSize:
         input_bytes: One block input of one micro-batch, rounded up for direct I/O.
         num_micro_batches: Micro-batches of a step.
         entry_bytes: What the embedding's graph and the recorded arguments of one micro-batch keep.
+        kept_bytes: What a block keeps for the backward pass of one micro-batch if it isn't run again.
     """
 
     block_bytes: int
@@ -62,6 +87,7 @@ class ComputeSize:
     input_bytes: int
     num_micro_batches: int
     entry_bytes: int
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,18 +95,26 @@ class MemoryPlan:
     """The choices, and the host memory they take.
 
     Attributes:
-        resident: Parts that stay in memory.
-        gradients: Where gradients wait for the norm of all, "host" or "ssd"; "overlap" if they need not.
+        resident: Parts that stay in memory with their states.
+        deferred: Stages that are updated at the beginning of the next step: all if gradients are clipped.
+        gradients_on_ssd: Deferred stages whose gradient waits on SSD; the others' wait in memory.
+        kept: Blocks that keep all that their backward pass needs; the others are run again from their input.
+        block_slots: Weight slots for blocks; `gradient_slots` those for gradients that don't wait in memory.
         input_slots: 0 keeps block inputs in memory, else the slots through which they go to SSD and back.
+        chunk_slots: Slots for pieces of optimizer states of `chunk_bytes` for an fp32 state.
         breakdown: Host bytes by purpose.
     """
 
     resident: frozenset[str]
-    gradients: str
-    block_slots: int
-    gradient_slots: int
-    input_slots: int
-    budget_bytes: int
+    deferred: frozenset[str] = frozenset()
+    gradients_on_ssd: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+    block_slots: int = 3
+    gradient_slots: int = 2
+    input_slots: int = 0
+    chunk_slots: int = CHUNK_SLOTS
+    chunk_bytes: int = 16 * MIB
+    budget_bytes: int = 0
     breakdown: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -88,103 +122,203 @@ class MemoryPlan:
         """Planned peak of host memory."""
         return sum(self.breakdown.values())
 
+    @property
+    def gradients_in_memory(self) -> frozenset[str]:
+        """Stages whose complete gradient waits in memory."""
+        return self.deferred - self.gradients_on_ssd
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {**asdict(self), "resident": sorted(self.resident), "host_bytes": self.host_bytes}
+        sets = ("resident", "deferred", "gradients_on_ssd", "kept")
+        plain = {name: sorted(getattr(self, name)) for name in sets}
+        return {**asdict(self), **plain, "host_bytes": self.host_bytes}
+
+
+@dataclass(frozen=True)
+class Proportions:
+    """What takes its share of the memory before the rest is filled by preference.
+
+    Attributes:
+        kept_blocks: Blocks, the last ones, that keep what their backward pass needs; None for those that find
+            room in the end.
+        block_slots, chunk_slots: At most; fewer if memory is short.
+        deferred_stages: Without clipping, so many stages, the first ones of a step, are updated in the next step.
+    """
+
+    kept_blocks: int | None = None
+    block_slots: int = 3
+    chunk_slots: int = CHUNK_SLOTS
+    deferred_stages: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """What a plan has to keep to.
+
+    Attributes:
+        base_bytes: Resident memory of the process before any buffer (interpreter, torch, tokenized rows).
+        budget_bytes: The most the whole process may take.
+        cache_bytes: Limit for resident parts, and 0 also sends gradients and block inputs to SSD and keeps no
+            activations; None for what is left.
+        chunk_bytes: Bytes of an fp32 state that the optimizer works on at once.
+        clipping: Gradients must wait for the global norm.
+        activations: Where block inputs wait: "auto", "host" or "ssd".
+        recompute: Whether blocks are run again in backward: "auto", "always" or "never".
+    """
+
+    base_bytes: int
+    budget_bytes: int
+    cache_bytes: int | None = None
+    chunk_bytes: int = 16 * MIB
+    clipping: bool = True
+    activations: str = "auto"
+    recompute: str = "auto"
 
 
 def plan_memory(
     parts: Sequence[PartSize],
     compute: ComputeSize,
-    *,
-    num_blocks: int,
-    base_bytes: int,
-    budget_bytes: int,
-    cache_bytes: int | None,
-    chunk_bytes: int,
-    prefetch_depth: int,
-    clipping: bool,
-    activations: str = "auto",
+    limits: MemoryLimits,
+    proportions: Proportions | None = None,
 ) -> MemoryPlan:
     """Choose what stays in memory.
-
-    Args:
-        base_bytes: Resident memory of the process before any buffer (interpreter, torch, tokenized rows).
-        budget_bytes: The most the whole process may take.
-        cache_bytes: Limit for resident parts, and 0 also sends gradients and block inputs to SSD; None for
-            what is left.
-        chunk_bytes: Bytes of an fp32 state that the optimizer works on at once.
-        clipping: Gradients must wait for the global norm.
 
     Raises:
         CapacityError: Even with everything streamed it does not fit.
     """
-    streaming = cache_bytes == 0
-    block_slots = min(prefetch_depth + 1, num_blocks)
-    trained_numel = sum(part.numel for part in parts if part.trained)
-    gradient_bytes = 4 * trained_numel
-    inputs_bytes = compute.input_bytes * compute.num_micro_batches * num_blocks
-    largest_chunk = min(chunk_bytes // 4, max((p.numel for p in parts if p.trained), default=0))
-    fixed = {
-        "process": base_bytes,
-        "reserve": RESERVE_BYTES,
-        "reading": SOURCE_SCRATCH_BYTES,
-        "optimizer chunks": CHUNK_SETS * largest_chunk * CHUNK_ELEMENT_BYTES,
-        "compute": max(compute.block_bytes, compute.head_bytes)
-        + compute.num_micro_batches * (compute.entry_bytes + 2 * compute.input_bytes),
-    }
+    return _Planner(parts, compute, limits, proportions or Proportions()).plan()
 
-    def total(resident: frozenset[str], gradients: str, input_slots: int) -> dict[str, int]:
-        kept = sum(part.state_bytes for part in parts if part.name in resident)
-        if gradients == "host":
-            waiting = gradient_bytes
+
+class _Planner:
+    def __init__(
+        self,
+        parts: Sequence[PartSize],
+        compute: ComputeSize,
+        limits: MemoryLimits,
+        proportions: Proportions,
+    ) -> None:
+        self.parts = parts
+        self.compute = compute
+        self.limits = limits
+        self.proportions = proportions
+        stages = list(dict.fromkeys(part.stage for part in parts))
+        self.blocks = [stage for stage in stages if stage.startswith("block.")]
+        self.trained = [s for s in stages if any(p.trained and p.stage == s for p in parts)]
+
+    def plan(self) -> MemoryPlan:
+        limits, wanted = self.limits, self.proportions
+        streaming = limits.cache_bytes == 0
+        deferred = frozenset(
+            self.trained if limits.clipping else self.trained[: wanted.deferred_stages]
+        )
+        kept = frozenset(self.blocks) if limits.recompute == "never" else frozenset()
+        plan = MemoryPlan(
+            frozenset(), deferred, deferred, kept,
+            input_slots=0 if limits.activations == "host" or limits.recompute == "never" else 2,
+            chunk_bytes=limits.chunk_bytes, budget_bytes=limits.budget_bytes,
+        )  # fmt: skip
+        for block_slots, chunk_slots in self._slots():
+            plan = replace(plan, block_slots=block_slots, chunk_slots=chunk_slots)
+            if self._fits(plan):
+                break
         else:
-            waiting = _gradient_slot_bytes(parts, num_blocks)
-        moving = input_slots * compute.input_bytes if input_slots else inputs_bytes
+            self._refuse(plan)
+        if streaming:
+            return self._priced(plan)
+        if wanted.kept_blocks and self._may_keep:
+            plan = self._keep(plan, wanted.kept_blocks)
+        if limits.activations == "auto":
+            plan = self._if_fits(plan, input_slots=0)
+        for stage in self.trained:
+            plan = self._if_fits(plan, gradients_on_ssd=plan.gradients_on_ssd - {stage})
+        # A byte of trained states that stays saves more traffic than one of frozen weights; small parts first, since
+        # each costs a request. Trained parts must find their gradient in memory.
+        for part in sorted(self.parts, key=lambda p: (not p.trained, p.weight_bytes)):
+            if part.trained and part.stage in plan.gradients_on_ssd:
+                continue
+            plan = self._if_fits(plan, resident=plan.resident | {part.name})
+        if wanted.kept_blocks is None and self._may_keep:
+            plan = self._keep(plan, len(self.blocks))
+        return self._priced(plan)
+
+    @property
+    def _may_keep(self) -> bool:
+        return self.limits.recompute == "auto" and self.limits.activations != "ssd"
+
+    def _slots(self) -> list[tuple[int, int]]:
+        """Return numbers of weight slots and chunk slots, the wanted ones first."""
+        wanted = self.proportions
+        most = min(wanted.block_slots, max(1, len(self.blocks)))
+        smaller = [(min(most, 2), min(wanted.chunk_slots, 3)), (1, min(wanted.chunk_slots, 2))]
+        return [(most, wanted.chunk_slots), *smaller]
+
+    def _keep(self, plan: MemoryPlan, count: int) -> MemoryPlan:
+        """Let the last blocks keep their activations, as many as fit: they hold them for the shortest time."""
+        low, high = 0, min(count, len(self.blocks))
+        while low < high:
+            middle = (low + high + 1) // 2
+            wider = replace(plan, kept=frozenset(self.blocks[len(self.blocks) - middle :]))
+            low, high = (middle, high) if self._fits(wider) else (low, middle - 1)
+        return replace(plan, kept=frozenset(self.blocks[len(self.blocks) - low :]))
+
+    def _if_fits(self, plan: MemoryPlan, **changes: Any) -> MemoryPlan:
+        wider = replace(plan, **changes)
+        return wider if self._fits(wider) else plan
+
+    def _fits(self, plan: MemoryPlan) -> bool:
+        need = self.need(plan)
+        cache = self.limits.cache_bytes
+        if cache and need["resident states"] > cache:
+            return False
+        return sum(need.values()) <= self.limits.budget_bytes
+
+    def _priced(self, plan: MemoryPlan) -> MemoryPlan:
+        return replace(plan, breakdown=self.need(plan))
+
+    def need(self, plan: MemoryPlan) -> dict[str, int]:
+        """Return host bytes by purpose."""
+        compute = self.compute
+        streamed = [part for part in self.parts if part.trained and part.name not in plan.resident]
+        chunk = chunk_numel(plan.chunk_bytes)
+        chunks = [
+            chunk_slot_bytes(
+                min(chunk, part.numel), split=part.split, with_gradient=part.stage in plan.gradients_on_ssd
+            )
+            for part in streamed
+        ]  # fmt: skip
+        again = (len(self.blocks) - len(plan.kept)) * compute.num_micro_batches
+        inputs = plan.input_slots if plan.input_slots else again
         return {
-            **fixed,
-            "weight slots": weight_slot_bytes(parts, resident, block_slots),
-            "gradients": waiting,
-            "block inputs": moving,
-            "resident states": kept,
+            "process": self.limits.base_bytes,
+            "reserve": RESERVE_BYTES,
+            "reading": SOURCE_SCRATCH_BYTES,
+            "optimizer chunks": plan.chunk_slots * max(chunks, default=0),
+            "compute": max(compute.block_bytes, compute.head_bytes)
+            + compute.num_micro_batches * (compute.entry_bytes + 2 * compute.input_bytes),
+            "weight slots": weight_slot_bytes(self.parts, plan.resident, plan.block_slots),
+            "gradients": self._gradients(plan),
+            "block inputs": inputs * compute.input_bytes,
+            "kept activations": len(plan.kept) * compute.num_micro_batches * compute.kept_bytes,
+            "resident states": sum(p.state_bytes for p in self.parts if p.name in plan.resident),
         }
 
-    def fits(figures: dict[str, int]) -> bool:
-        return sum(figures.values()) <= budget_bytes
+    def _gradients(self, plan: MemoryPlan) -> int:
+        by_stage: dict[str, int] = {}
+        for part in self.parts:
+            if part.trained:
+                by_stage[part.stage] = by_stage.get(part.stage, 0) + 4 * part.numel
+        waiting = sum(by_stage[stage] for stage in plan.gradients_in_memory)
+        passing = {s: size for s, size in by_stage.items() if s not in plan.gradients_in_memory}
+        return waiting + _class_bytes(passing, plan.gradient_slots)
 
-    nothing: frozenset[str] = frozenset()
-    input_slots = 0 if activations == "host" else 2
-    smallest = total(nothing, "ssd", input_slots)
-    if not fits(smallest):
-        details = ", ".join(
-            f"{name} {format_memory(size)}" for name, size in smallest.items() if size
-        )
+    def _refuse(self, plan: MemoryPlan) -> None:
+        need = self.need(plan)
+        details = ", ".join(f"{name} {format_memory(size)}" for name, size in need.items() if size)
         raise CapacityError(
-            f"host memory: even with everything streamed the run needs {format_memory(sum(smallest.values()))} "
-            f"({details}); the budget is {format_memory(budget_bytes)}. Raise host_memory, or lower "
+            f"host memory: even with everything streamed the run needs {format_memory(sum(need.values()))} "
+            f"({details}); the budget is {format_memory(self.limits.budget_bytes)}. Raise host_memory, or lower "
             "per_device_train_batch_size, max_length or io.chunk_bytes."
         )
-    if not streaming and activations == "auto" and fits(total(nothing, "ssd", 0)):
-        input_slots = 0
-    if not clipping:
-        gradients = "overlap"
-    elif not streaming and fits(total(nothing, "host", input_slots)):
-        gradients = "host"
-    else:
-        gradients = "ssd"
-    resident = nothing
-    limit = budget_bytes if cache_bytes is None else cache_bytes
-    # A byte of trained states that stays saves more traffic than one of frozen weights; small parts first, since
-    # each costs a request. Trained parts must find their gradient in memory.
-    for part in sorted(parts, key=lambda p: (not p.trained, p.weight_bytes)):
-        if part.trained and gradients == "ssd":
-            continue
-        wider = resident | {part.name}
-        figures = total(wider, gradients, input_slots)
-        if fits(figures) and figures["resident states"] <= limit:
-            resident = wider
-    figures = total(resident, gradients, input_slots)
-    return MemoryPlan(resident, gradients, block_slots, 2, input_slots, budget_bytes, figures)
 
 
 def weight_slot_bytes(parts: Sequence[PartSize], resident: frozenset[str], block_slots: int) -> int:
@@ -193,16 +327,10 @@ def weight_slot_bytes(parts: Sequence[PartSize], resident: frozenset[str], block
     for part in parts:
         if part.name not in resident:
             by_stage[part.stage] = by_stage.get(part.stage, 0) + part.weight_bytes
+    return _class_bytes(by_stage, block_slots)
+
+
+def _class_bytes(by_stage: dict[str, int], block_slots: int) -> int:
     blocks = [size for stage, size in by_stage.items() if stage.startswith("block.")]
     ends = [by_stage.get("embed", 0), by_stage.get("head", 0)]
     return by_stage.get("outer", 0) + max(ends) + block_slots * max(blocks, default=0)
-
-
-def _gradient_slot_bytes(parts: Sequence[PartSize], num_blocks: int) -> int:
-    by_stage: dict[str, int] = {}
-    for part in parts:
-        if part.trained:
-            by_stage[part.stage] = by_stage.get(part.stage, 0) + 4 * part.numel
-    blocks = [size for stage, size in by_stage.items() if stage.startswith("block.")]
-    ends = [by_stage.get("embed", 0), by_stage.get("head", 0)]
-    return by_stage.get("outer", 0) + max(ends) + 2 * max(blocks, default=0)

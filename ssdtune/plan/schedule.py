@@ -7,9 +7,10 @@ simulated without a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Lane(StrEnum):
@@ -20,7 +21,10 @@ class Lane(StrEnum):
     H2D = "h2d"
     D2H = "d2h"
     COMPUTE = "compute"
+    STATES_READ = "states-read"
+    """Optimizer states; apart from weights, which must not queue behind states that are read ahead."""
     ADAM = "adam"
+    STATES_WRITE = "states-write"
 
 
 class Kind(StrEnum):
@@ -47,8 +51,12 @@ class Kind(StrEnum):
     """Host to SSD, where the gradient waits for the update."""
     CLIP = "clip"
     """All gradients are complete: global norm and clipping coefficient."""
+    LOAD_STATES = "load-states"
+    """SSD to chunk slot: one piece of a stage's optimizer states; weights that are in no slot go there too."""
     UPDATE = "update"
-    """AdamW over all chunks of a stage: read, compute, write."""
+    """AdamW on one piece, its weights in their slot."""
+    SAVE_STATES = "save-states"
+    """The updated piece, weights and states, to SSD."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +65,18 @@ class Operation:
 
     Attributes:
         index: Position in the schedule; operations wait only for lower ones.
+        piece: Which of the stage's pieces an update works on (LOAD_STATES, UPDATE, SAVE_STATES).
         slot: Weight slot (LOAD, UPLOAD), gradient slot (backward and what follows), input slot
-            (SAVE_INPUT, LOAD_INPUT), or "" where none is used.
+            (SAVE_INPUT, LOAD_INPUT), chunk slot (LOAD_STATES, UPDATE, SAVE_STATES), or "" where none is used.
         input_slot: Slot of the block's input (FORWARD, BACKWARD) if inputs go to SSD.
+        weight_slot: Where the weights of a piece lie; "" if its states stay in memory.
+        gradient_slot: Where the gradient of a piece lies; "" if it is read from SSD.
+        with_weights: LOAD: also the trained parts, which are in the slot already after a pending update;
+            LOAD_STATES: also the weights, which are in the slot already after a backward pass.
+        kept: FORWARD, BACKWARD: the block keeps all that its backward pass needs, so that it isn't run again.
         after: Indexes of the operations that must be over first.
         num_bytes: Bytes moved between SSD and host.
+        num_elements: Elements that an update works on.
     """
 
     index: int
@@ -69,10 +84,16 @@ class Operation:
     kind: Kind
     stage: str = ""
     micro_batch: int = -1
+    piece: int = -1
     slot: str = ""
     input_slot: str = ""
+    weight_slot: str = ""
+    gradient_slot: str = ""
+    with_weights: bool = True
+    kept: bool = False
     after: tuple[int, ...] = ()
     num_bytes: int = 0
+    num_elements: int = 0
 
 
 @dataclass
@@ -81,14 +102,13 @@ class Schedule:
 
     operations: list[Operation] = field(default_factory=list)
 
-    def add(self, lane: Lane, kind: Kind, stage: str = "", *, after: Iterator[int | None] | tuple[int | None, ...] = (),
-            micro_batch: int = -1, slot: str = "", input_slot: str = "", num_bytes: int = 0) -> int:  # fmt: skip
+    def add(
+        self, lane: Lane, kind: Kind, stage: str = "", *, after: Iterable[int | None] = (), **fields: Any
+    ) -> int:
         """Append an operation and return its index. `after` may hold None for "nothing to wait for"."""
         index = len(self.operations)
         waits = tuple(sorted({other for other in after if other is not None}))
-        self.operations.append(
-            Operation(index, lane, kind, stage, micro_batch, slot, input_slot, waits, num_bytes)
-        )
+        self.operations.append(Operation(index, lane, kind, stage, after=waits, **fields))
         return index
 
     def lane(self, lane: Lane) -> list[Operation]:

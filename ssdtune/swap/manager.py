@@ -10,7 +10,8 @@ The optimizer's pass over the states is `ssdtune.swap.update`; what lies on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -56,7 +57,7 @@ def unit_specs(
             StateSpec(name, part.numel * dtype.itemsize, kinds[name], True)
             for name, dtype in state_dtypes(part).items()
         ]
-        if plan.gradients == "ssd":
+        if part.stage in plan.gradients_on_ssd:
             states.append(StateSpec("gradient", part.numel * 4, "gradients", False))
         units.append(UnitSpec(part.name, tuple(states)))
     if plan.input_slots:
@@ -82,6 +83,16 @@ class _WeightSlot:
     place: torch.Tensor | None
     stage: str = ""
     on_device: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A view of a slot: `offset` in bytes, shape and stride in elements of its dtype."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
 @dataclass
@@ -175,14 +186,15 @@ class SwapManager:
 
     def _make_gradient_slots(self) -> dict[str, _GradientSlot]:
         sizes: dict[str, int] = {}
-        if self.plan.gradients == "host":
-            sizes = {stage.name: _gradient_numel(stage) for stage in self.layout.stages.values()}
-        else:
-            for name, stages in self._stages_by_class().items():
-                numel = max(_gradient_numel(stage) for stage in stages)
-                count = self.plan.gradient_slots if name == "block" else 1
-                names = [f"block.{i}" for i in range(count)] if name == "block" else [name]
-                sizes |= dict.fromkeys(names, numel)
+        for name, stages in self._stages_by_class().items():
+            passing = [s for s in stages if s.name not in self.plan.gradients_in_memory]
+            numel = max((_gradient_numel(stage) for stage in passing), default=0)
+            count = self.plan.gradient_slots if name == "block" else 1
+            names = [f"block.{i}" for i in range(count)] if name == "block" else [name]
+            sizes |= dict.fromkeys(names, numel)
+        for stage in self.layout.stages.values():
+            if stage.name in self.plan.gradients_in_memory:
+                sizes[stage.name] = _gradient_numel(stage)
         slots = {}
         for name, numel in sizes.items():
             host = self._buffer(4 * numel, "gradients").view(torch.float32)
@@ -195,33 +207,46 @@ class SwapManager:
 
     # Weights
 
-    def load(self, stage_name: str, slot_name: str) -> None:
-        """Bring a stage's weights into host memory: streamed parts into the slot. Blocks."""
-        slot, offset = self._weights[slot_name], 0
-        slot.stage = stage_name
+    def load(self, stage_name: str, slot_name: str, *, with_trained: bool = True) -> None:
+        """Bring a stage's weights into host memory: streamed parts into the slot. Blocks.
+
+        Args:
+            with_trained: Not only frozen parts; trained ones are there already after an update.
+        """
         with Tickets() as tickets:
             for part in self.layout.stages[stage_name].parts:
+                if part.trained and not with_trained:
+                    continue
                 if not self._streams(part):
                     self.resident(part)
                     continue
-                piece = slot.host[offset : offset + part.weight_bytes]
-                offset += part.weight_bytes
+                weights = self.host_weights(part, slot_name)
                 if not part.trained:
-                    self._read_original(part, piece.view(part.dtype))
+                    self._read_original(part, weights)
                 elif self.store.version(part.name) is None:
-                    self._import(part, piece.view(part.dtype))
+                    self._import(part, weights)
                 else:
-                    tickets.add(self.store.read(part.name, "weights", as_bytes(piece)))
+                    tickets.add(self.store.read(part.name, "weights", as_bytes(weights)))
+
+    def host_weights(self, part: Part, slot_name: str) -> torch.Tensor:
+        """Return where a streamed part's weights [N] lie in a slot, in host memory."""
+        offset = 0
+        for other in self.layout.stages[part.stage].parts:
+            if other is part:
+                piece = self._weights[slot_name].host[offset : offset + part.weight_bytes]
+                return piece.view(part.dtype)
+            offset += other.weight_bytes if self._streams(other) else 0
+        raise ValueError(f"{part.name} is not a part of {part.stage}")
 
     def upload(self, stage_name: str, slot_name: str) -> None:
         """Bring a loaded stage to the device. Blocks until the copy is done."""
-        slot, offset, place_offset = self._weights[slot_name], 0, 0
+        slot, place_offset = self._weights[slot_name], 0
+        slot.stage = stage_name
         slot.on_device.clear()
         events = []
         for part in self.layout.stages[stage_name].parts:
             if self._streams(part):
-                host = slot.host[offset : offset + part.weight_bytes]
-                offset += part.weight_bytes
+                host = self.host_weights(part, slot_name).view(torch.uint8)
             else:
                 host = self._resident[part.name].states["weights"].view(torch.uint8)
             place = slot.place
@@ -245,6 +270,38 @@ class SwapManager:
             for part in self.layout.stages[stage_name].parts
             for spec in part.tensors
         }
+
+    @contextmanager
+    def saved_elsewhere(self, slot_name: str, later: Callable[[], str]) -> Iterator[None]:
+        """Let autograd save weights by their place in a slot, not as views of memory that gets other content.
+
+        Args:
+            slot_name: Where the weights are now.
+            later: Returns the slot where they are when backward asks for them.
+        """
+        memory = self._memory(slot_name)
+        base, size = memory.data_ptr(), memory.numel()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
+            offset = tensor.data_ptr() - base
+            if not 0 <= offset < size:
+                return tensor.detach()  # a result would hold the graph that holds it
+            return _Saved(offset, tensor.dtype, tensor.shape, tensor.stride())
+
+        def unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+            if isinstance(saved, torch.Tensor):
+                return saved
+            flat = self._memory(later())[saved.offset :]
+            flat = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize]
+            return flat.view(saved.dtype).as_strided(saved.shape, saved.stride)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _memory(self, slot_name: str) -> torch.Tensor:
+        """Return the bytes that compute reads a slot's weights from."""
+        slot = self._weights[slot_name]
+        return slot.host if slot.place is None else slot.place
 
     def _read_original(self, part: Part, weights: torch.Tensor) -> None:
         into = {base_name(spec.name): part.view(weights, spec) for spec in part.tensors}
@@ -350,7 +407,7 @@ class SwapManager:
 
     def gradient_slot(self, stage_name: str) -> str:
         """Return a gradient slot that is large enough for the stage, for use outside of a schedule."""
-        if self.plan.gradients == "host" or stage_name == "outer":
+        if stage_name in self.plan.gradients_in_memory or stage_name == "outer":
             return stage_name
         return "ends" if stage_name in ("embed", "head") else "block.0"
 

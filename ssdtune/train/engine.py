@@ -7,7 +7,7 @@ schedule's. Shape letters: B sequences, S positions, D hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,7 @@ from ssdtune.data.batches import Batch
 from ssdtune.device.base import Device
 from ssdtune.errors import SsdtuneError
 from ssdtune.model.blocks import BlockModel, Entry
-from ssdtune.model.layout import ModelLayout, Part
+from ssdtune.model.layout import ModelLayout, Part, Stage
 from ssdtune.model.loss import loss_by_chunks
 from ssdtune.optim.adamw import sum_of_squares
 from ssdtune.optim.schedule import clip_coefficient
@@ -24,6 +24,8 @@ from ssdtune.plan.generate import (
     EMBED,
     HEAD,
     OUTER,
+    Piece,
+    StageShape,
     StepShape,
     generate_evaluation,
     generate_flush,
@@ -32,7 +34,7 @@ from ssdtune.plan.generate import (
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.plan.schedule import Kind, Operation
 from ssdtune.swap.manager import SwapManager
-from ssdtune.swap.update import OutOfCoreAdam
+from ssdtune.swap.update import OutOfCoreAdam, PartPiece
 from ssdtune.train.lanes import Lanes, Span
 from ssdtune.train.seeds import stage_seed
 
@@ -81,6 +83,8 @@ class _State:
     entries: dict[int, Entry] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    graphs: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    gradient_slots: dict[str, str] = field(default_factory=lambda: {OUTER: OUTER})
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     squares: dict[str, float] = field(default_factory=dict)
@@ -154,7 +158,7 @@ class Engine:
         schedule = generate_training_step(shape)
         state = self._begin(batches, step, num_items, training=True, learning_rate=learning_rate)
         spans = self._lanes.run(schedule, self._execute)
-        self._pending = state.update if shape.update == "deferred" else None
+        self._pending = state.update if shape.deferred else None
         loss = float(sum(loss.item() for loss in state.losses))
         return StepResult(loss, state.norm, state.update.scale, num_items, spans)
 
@@ -209,14 +213,14 @@ class Engine:
         stage, slot, m = operation.stage, operation.slot, operation.micro_batch
         match operation.kind:
             case Kind.LOAD:
-                self.swap.load(stage, slot)
+                self.swap.load(stage, slot, with_trained=operation.with_weights)
             case Kind.UPLOAD:
                 self.swap.upload(stage, slot)
                 self._slot_of[stage] = slot
             case Kind.ENTRY_FORWARD:
                 self._entry_forward(m)
             case Kind.FORWARD:
-                self._forward(stage, m, operation.input_slot)
+                self._forward(stage, m, operation)
             case Kind.SAVE_INPUT:
                 self.swap.save_input(stage, m, slot)
             case Kind.LOAD_INPUT:
@@ -224,7 +228,7 @@ class Engine:
             case Kind.LOSS:
                 self._loss(stage, m, slot)
             case Kind.BACKWARD:
-                self._backward(stage, m, slot, operation.input_slot)
+                self._backward(stage, m, operation)
             case Kind.ENTRY_BACKWARD:
                 self._entry_backward(m, slot)
             case Kind.COLLECT_GRADIENT:
@@ -233,28 +237,40 @@ class Engine:
                 self.swap.save_gradient(stage, slot)
             case Kind.CLIP:
                 self._clip()
+            case Kind.LOAD_STATES:
+                self.adam.load(
+                    stage, operation.piece, slot, weight_slot=operation.weight_slot,
+                    with_weights=operation.with_weights, with_gradient=not operation.gradient_slot,
+                )  # fmt: skip
             case Kind.UPDATE:
-                self._update(stage, slot)
+                pending = self._pending if stage in self.shape.deferred else None
+                update = pending or self._state.update
+                self.adam.update(
+                    stage, operation.piece, slot, update.present, weight_slot=operation.weight_slot,
+                    gradient_slot=operation.gradient_slot, lr=update.learning_rate, scale=update.scale,
+                )  # fmt: skip
+            case Kind.SAVE_STATES:
+                self.adam.save(stage, operation.piece, slot, weight_slot=operation.weight_slot)
 
     # Compute lane
 
-    def _leaves(self, stage: str, gradient_slot: str | None) -> dict[str, torch.Tensor]:
-        """Return a stage's parameters; with a gradient slot, as leaves whose gradients go there."""
+    def _leaves(self, stage: str, training: bool) -> dict[str, torch.Tensor]:
+        """Return a stage's parameters; in training as leaves whose gradients go to the stage's slot."""
         weights = self.swap.weights(stage, self._slot_of[stage])
-        if gradient_slot is None:
+        if not training:
             return weights
         for part in self.blocks.layout.stages[stage].parts:
             if part.trained:
                 for index, spec in enumerate(part.tensors):
                     leaf = weights[spec.name].detach().requires_grad_()
-                    leaf.register_post_accumulate_grad_hook(self._hook(part, index, gradient_slot))
+                    leaf.register_post_accumulate_grad_hook(self._hook(part, index))
                     weights[spec.name] = leaf
         return weights
 
-    def _hook(self, part: Part, index: int, slot: str) -> Callable[[torch.Tensor], None]:
+    def _hook(self, part: Part, index: int) -> Callable[[torch.Tensor], None]:
         def collect(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
-            target = self._gradient_of(part, index, slot)
+            target = self._gradient_of(part, index, self._state.gradient_slots[part.stage])
             if self._state.update.present[part.name][index]:
                 target.add_(leaf.grad)
             else:
@@ -275,8 +291,8 @@ class Engine:
         state = self._state
         with torch.set_grad_enabled(state.training):
             tensors = {
-                **self._leaves(OUTER, OUTER if state.training else None),
-                **self._leaves(EMBED, self._embed_slot() if state.training else None),
+                **self._leaves(OUTER, state.training),
+                **self._leaves(EMBED, state.training),
             }
             part, _ = self._embedding_part
             entry = self.blocks.enter(
@@ -288,29 +304,42 @@ class Engine:
         state.entries[m] = entry
         state.hidden[m] = entry.hidden.detach()
 
-    def _embed_slot(self) -> str:
-        return self.swap.gradient_slot(EMBED)
-
-    def _forward(self, stage: str, m: int, input_slot: str) -> None:
+    def _forward(self, stage: str, m: int, operation: Operation) -> None:
         state, number = self._state, int(stage.partition(".")[2])
         hidden = state.hidden[m]
-        if input_slot:
-            self.swap.stage_input(input_slot, hidden)
+        if operation.kept:
+            # What lies in the slot now is elsewhere when backward comes.
+            with self.swap.saved_elsewhere(self._slot_of[stage], lambda: self._slot_of[stage]):
+                hidden, output = self._run_block(stage, number, m, hidden)
+            state.graphs[stage, m] = (hidden, output)
+            state.hidden[m] = output.detach()
+            return
+        if operation.input_slot:
+            self.swap.stage_input(operation.input_slot, hidden)
         elif state.training and number >= self._first_backward:
             state.inputs[stage, m] = hidden
         with torch.no_grad():
             self._seed_stage(m, 1 + number)
             call = state.entries[m].calls[number]
-            state.hidden[m] = self.blocks.run_block(number, self._leaves(stage, None), call, hidden)
+            state.hidden[m] = self.blocks.run_block(number, self._leaves(stage, False), call, hidden)
+
+    def _run_block(
+        self, stage: str, number: int, m: int, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a block with gradients, and return its input as a leaf (if gradients go on below) and its output."""
+        goes_on = number > self._first_backward or self._entry_trained
+        hidden = hidden.detach().requires_grad_(goes_on)
+        with torch.enable_grad():
+            self._seed_stage(m, 1 + number)
+            call = self._state.entries[m].calls[number]
+            return hidden, self.blocks.run_block(number, self._leaves(stage, True), call, hidden)
 
     def _loss(self, stage: str, m: int, slot: str) -> None:
         state = self._state
         hidden = state.hidden.pop(m)
         gradient = torch.zeros_like(hidden) if state.training else None
-        tensors = {
-            **self._leaves(OUTER, OUTER if state.training else None),
-            **self._leaves(stage, slot if state.training else None),
-        }
+        state.gradient_slots[stage] = slot
+        tensors = {**self._leaves(OUTER, state.training), **self._leaves(stage, state.training)}
         seeds = iter([self.shape.num_blocks + 1])
 
         def seed_once() -> None:
@@ -327,22 +356,25 @@ class Engine:
         else:
             del state.entries[m]
 
-    def _backward(self, stage: str, m: int, slot: str, input_slot: str) -> None:
+    def _backward(self, stage: str, m: int, operation: Operation) -> None:
         state, number = self._state, int(stage.partition(".")[2])
-        goes_on = number > self._first_backward or self._entry_trained
-        hidden = self.swap.take_input(input_slot) if input_slot else state.inputs.pop((stage, m))
-        hidden = hidden.detach().requires_grad_(goes_on)
-        with torch.enable_grad():
-            self._seed_stage(m, 1 + number)
-            call = state.entries[m].calls[number]
-            output = self.blocks.run_block(number, self._leaves(stage, slot), call, hidden)
-            torch.autograd.backward(output, state.gradients.pop(m))
-        if goes_on:
+        state.gradient_slots[stage] = operation.slot
+        if operation.kept:
+            hidden, output = state.graphs.pop((stage, m))
+        else:
+            if operation.input_slot:
+                hidden = self.swap.take_input(operation.input_slot)
+            else:
+                hidden = state.inputs.pop((stage, m))
+            hidden, output = self._run_block(stage, number, m, hidden)
+        torch.autograd.backward(output, state.gradients.pop(m))
+        if hidden.requires_grad:
             assert hidden.grad is not None
             state.gradients[m] = hidden.grad
 
     def _entry_backward(self, m: int, slot: str) -> None:
         state = self._state
+        state.gradient_slots[EMBED] = slot
         entry, gradient = state.entries.pop(m), state.gradients.pop(m, None)
         if not entry.hidden.requires_grad:
             return
@@ -383,19 +415,6 @@ class Engine:
             )
         state.squares[stage] = total
 
-    def _update(self, stage: str, slot: str) -> None:
-        update = self._pending or self._state.update
-        for part in self.blocks.layout.stages[stage].parts:
-            if part.trained:
-                gradient = self.swap.gradient(part, slot)[0] if slot else None
-                self.adam.update(
-                    part,
-                    update.present[part.name],
-                    gradient,
-                    lr=update.learning_rate,
-                    scale=update.scale,
-                )
-
 
 def model_inputs(batch: Batch, where: torch.device) -> dict[str, torch.Tensor]:
     """Return what a model's forward takes of a batch, [B, S] each."""
@@ -408,20 +427,47 @@ def model_inputs(batch: Batch, where: torch.device) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def make_step_shape(layout: ModelLayout, plan: MemoryPlan) -> StepShape:
-    """Return the shape of a step for the generator, from the model's layout and the memory plan."""
+def make_step_shape(
+    layout: ModelLayout, plan: MemoryPlan, pieces: Mapping[str, Sequence[PartPiece]], input_bytes: int
+) -> StepShape:
+    """Return the shape of a step for the generator, from the model's layout and the memory plan.
+
+    Args:
+        pieces: What is updated at once, by stage (`ssdtune.swap.update.pieces_of`).
+        input_bytes: One block's input of one micro-batch.
+    """
     return StepShape(
         num_blocks=layout.num_blocks,
         num_micro_batches=1,
         tied=HEAD not in layout.stages,
-        trained=frozenset(name for name, stage in layout.stages.items() if stage.trained),
+        stages={
+            name: _stage_shape(stage, plan, pieces.get(name, ()))
+            for name, stage in layout.stages.items()
+        },
         block_slots=plan.block_slots,
         gradient_slots=plan.gradient_slots,
         input_slots=plan.input_slots,
-        update="overlap" if plan.gradients == "overlap" else "deferred",
-        gradients=plan.gradients,
-        load_bytes={
-            name: sum(p.weight_bytes for p in stage.parts if p.name not in plan.resident)
-            for name, stage in layout.stages.items()
-        },
+        chunk_slots=plan.chunk_slots,
+        kept=plan.kept,
+        deferred=plan.deferred,
+        gradients_on_ssd=plan.gradients_on_ssd,
+        input_bytes=input_bytes,
+    )
+
+
+def _stage_shape(stage: Stage, plan: MemoryPlan, pieces: Sequence[PartPiece]) -> StageShape:
+    streamed = [part for part in stage.parts if part.name not in plan.resident]
+    return StageShape(
+        load_bytes=sum(part.weight_bytes for part in streamed),
+        frozen_bytes=sum(part.weight_bytes for part in streamed if not part.trained),
+        upload_bytes=sum(part.weight_bytes for part in stage.parts),
+        pieces=tuple(
+            Piece(
+                numel=(numel := piece.stop - piece.start),
+                weight_bytes=numel * piece.part.dtype.itemsize,
+                state_bytes=numel * (12 - piece.part.dtype.itemsize),
+                streamed=piece.streamed,
+            )
+            for piece in pieces
+        ),
     )

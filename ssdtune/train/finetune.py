@@ -6,7 +6,6 @@ import ctypes
 import gc
 import json
 import logging
-import math
 import os
 import shutil
 import statistics
@@ -29,10 +28,11 @@ from ssdtune.io.select import open_backend
 from ssdtune.model.build import base_name
 from ssdtune.model.source import WeightSource
 from ssdtune.optim.adamw import join_master, split_master
+from ssdtune.plan.residency import check_bytes_of
 from ssdtune.report.metrics import MetricsWriter
 from ssdtune.report.progress import Progress, choose_progress
 from ssdtune.store.directories import prepare_directories
-from ssdtune.store.store import CHECK_BYTES, Store
+from ssdtune.store.store import Store
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
 from ssdtune.train.checkpoint import (
@@ -298,13 +298,8 @@ class _Run:
         prepare_directories([str(path) for path in disk.directories])
         return Store.create(
             disk.directories, disk.units, copies=disk.copies, run_id=uuid.uuid4().hex, backend=backend,
-            output_dir=self.output_dir, check_bytes=self._check_bytes(), direct=direct,
+            output_dir=self.output_dir, check_bytes=check_bytes_of(self.config.io.chunk_bytes), direct=direct,
         )  # fmt: skip
-
-    def _check_bytes(self) -> int:
-        """Return the piece that has a checksum: it divides the chunks of 2-byte states, and so all others."""
-        half_chunk = max(self.config.io.chunk_bytes // 4 // 2048, 1) * 2048 * 2
-        return math.gcd(half_chunk, CHECK_BYTES)
 
     def _close_store(self, store: Store) -> None:
         """Close the store; without a checkpoint its states are of no use to anybody."""
@@ -333,12 +328,12 @@ class _Run:
             input_bytes=prepared.compute.input_bytes,
         )  # fmt: skip
         adam = OutOfCoreAdam(
-            prepared.layout.trained_parts, swap,
+            swap,
             AdamSettings(
                 training.adam_beta1, training.adam_beta2, training.adam_epsilon, training.weight_decay,
                 self.config.io.adam_threads,
             ),
-            chunk_bytes=self.config.io.chunk_bytes, pool=pool,
+            pool=pool,
         )  # fmt: skip
         if self.resumed:
             swap.fresh.clear()
@@ -346,7 +341,9 @@ class _Run:
         lanes = stack.enter_context(Lanes())
         engine = Engine(
             prepared.blocks, swap, adam, prepared.device, lanes,
-            make_step_shape(prepared.layout, prepared.memory),
+            make_step_shape(
+                prepared.layout, prepared.memory, adam.pieces, prepared.compute.input_bytes
+            ),
             seed=training.seed, max_grad_norm=training.max_grad_norm,
         )  # fmt: skip
         return swap, adam, engine

@@ -17,9 +17,10 @@ from ssdtune.model.layout import ModelLayout, Stage
 from ssdtune.plan.generate import EMBED, HEAD, generate_training_step
 from ssdtune.plan.hardware import Hardware
 from ssdtune.plan.ledger import Ledger, ModelShape, TrainingShape, work_of
-from ssdtune.plan.schedule import Kind
+from ssdtune.plan.residency import MemoryPlan
 from ssdtune.plan.simulator import simulate
 from ssdtune.report.timeline import Bar, draw
+from ssdtune.swap.update import pieces_of
 from ssdtune.train.engine import make_step_shape
 from ssdtune.train.prepare import Prepared
 from ssdtune.units import format_time
@@ -75,71 +76,70 @@ def forecast(prepared: Prepared, rates: Rates) -> Forecast:
     Raises:
         ConfigError: The profile lacks a rate that is needed.
     """
-    hardware = hardware_of(prepared, rates)
-    ledger = Ledger(model_shape(prepared), _training_shape(prepared))
-    shape = make_step_shape(prepared.layout, prepared.memory)
-    shape = replace(
-        shape, num_micro_batches=ledger.training.micro_batches, pending=shape.update == "deferred"
-    )
-    schedule = generate_training_step(shape)
+    return Forecaster(prepared, rates).forecast(prepared.memory)
 
-    def work(resident: set[str]) -> list[Any]:
-        return work_of(
-            schedule,
-            ledger,
-            update="deferred",  # the update reads weights again in every mode
-            resident=resident,
-            resident_gradients=prepared.memory.gradients != "ssd",
+
+class Forecaster:
+    """Simulates steps of a prepared run under different memory plans.
+
+    Raises:
+        ConfigError: The profile lacks a rate that is needed.
+    """
+
+    def __init__(self, prepared: Prepared, rates: Rates) -> None:
+        self._prepared = prepared
+        self._hardware = hardware_of(prepared, rates)
+        self._ledger = Ledger(model_shape(prepared), _training_shape(prepared, rates))
+
+    def forecast(self, plan: MemoryPlan) -> Forecast:
+        """Return what a step in the middle of the run takes."""
+        prepared, ledger = self._prepared, self._ledger
+        shape = make_step_shape(
+            prepared.layout, plan, pieces_of(prepared.layout, plan), prepared.compute.input_bytes
         )
-
-    # A stage's weights and its optimizer states may stay in memory one without the other (LoRA).
-    loads, updates = (
-        work(_resident(prepared, trained=False)),
-        work(_resident(prepared, trained=True)),
-    )
-    costs = [
-        hardware.cost(updates[op.index] if op.kind == Kind.UPDATE else loads[op.index])
-        for op in schedule.operations
-    ]
-    result = simulate(schedule, costs)
-    steps = prepared.rows.total_steps if prepared.rows else None
-    return Forecast(
-        result.step_s,
-        ledger.training.tokens / result.step_s,
-        dict(result.lane_s),
-        dict(result.resource_s),
-        result.binding,
-        None if steps is None else steps * result.step_s,
-        tuple(
-            Bar.of(op, span.begin_s, span.end_s)
-            for op, span in zip(schedule.operations, result.spans, strict=True)
-            if span.end_s > span.begin_s
-        ),
-    )
+        shape = replace(
+            shape, num_micro_batches=ledger.training.micro_batches, pending=bool(plan.deferred)
+        )
+        schedule = generate_training_step(shape)
+        costs = [self._hardware.cost(work) for work in work_of(schedule, shape, ledger)]
+        result = simulate(schedule, costs)
+        steps = prepared.rows.total_steps if prepared.rows else None
+        return Forecast(
+            result.step_s,
+            ledger.training.tokens / result.step_s,
+            dict(result.lane_s),
+            dict(result.resource_s),
+            result.binding,
+            None if steps is None else steps * result.step_s,
+            tuple(
+                Bar.of(op, span.begin_s, span.end_s)
+                for op, span in zip(schedule.operations, result.spans, strict=True)
+                if span.end_s > span.begin_s
+            ),
+        )
 
 
 def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
     """Return the machine in the simulator's terms."""
-    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[prepared.dtype]
-    forward, backward = rates.forward_flop_per_s.get(name), rates.backward_flop_per_s.get(name)
+    name = dtype_name(prepared.dtype)
+    forward = rates.forward_flop_per_s.get(name)
     missing = [
         what
         for what, value in (
-            (f"compute in {name}", forward and backward),
+            (f"compute in {name}", forward and rates.backward_flop_per_s.get(name)),
             ("drives", rates.read_bytes_per_s and rates.write_bytes_per_s),
             ("AdamW", rates.adam_parameters_per_s),
         )
         if not value
     ]
-    if missing or not forward or not backward:
+    if missing or not forward:
         raise ConfigError(
             f"the hardware profile has no figures for {', '.join(missing)}. Measure again: ssdtune profile --force"
         )
     infinite = float("inf")
     return Hardware(
         name="this machine",
-        # Forward and recomputation at one rate, the two parts of backward at the other.
-        flop_per_s=4 / (2 / forward + 2 / backward),
+        flop_per_s=forward,
         h2d_bytes_per_s=rates.h2d_bytes_per_s or infinite,
         d2h_bytes_per_s=rates.d2h_bytes_per_s or infinite,
         drive_read_bytes_per_s=rates.read_bytes_per_s,
@@ -148,6 +148,11 @@ def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
         adam_elements_per_s=rates.adam_parameters_per_s,
         computes_on_cpu=prepared.device.torch_device.type == "cpu",
     )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return what profiles call a compute dtype."""
+    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
 
 def model_shape(prepared: Prepared) -> ModelShape:
@@ -190,14 +195,14 @@ def _active(layout: ModelLayout, text: Any, block: int) -> int:
     return block - experts + experts * chosen // number
 
 
-def _training_shape(prepared: Prepared) -> TrainingShape:
+def _training_shape(prepared: Prepared, rates: Rates) -> TrainingShape:
     training, rows = prepared.config.training, prepared.rows
     length = prepared.max_length
     sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
     if rows is not None and not prepared.config.data.packing:
         length = max(1, round(float(rows.train.lengths.mean())))
         sequences = min(sequences, rows.plan.num_sequences)
-    layout = prepared.layout
+    layout, name = prepared.layout, dtype_name(prepared.dtype)
     trained = sum(
         spec.numel
         for part in layout.stages["block.0"].parts
@@ -211,15 +216,8 @@ def _training_shape(prepared: Prepared) -> TrainingShape:
         weight_bytes=prepared.dtype.itemsize,
         split_master=prepared.dtype != torch.float32,
         adapter_parameters=trained if prepared.config.method == "lora" else 0,
+        backward_slowness=rates.forward_flop_per_s[name] / rates.backward_flop_per_s[name],
+        activation_bytes=prepared.compute.kept_bytes
+        * layout.num_blocks
+        * training.gradient_accumulation_steps,
     )
-
-
-def _resident(prepared: Prepared, *, trained: bool) -> set[str]:
-    """Return the stages whose trained parts, or whose largest part, stay in memory."""
-    found = set()
-    for stage in prepared.layout.stages.values():
-        parts = [part for part in stage.parts if part.trained] if trained else list(stage.parts)
-        largest = max(parts, key=lambda part: part.weight_bytes, default=None)
-        if largest is not None and largest.name in prepared.memory.resident:
-            found.add(stage.name)
-    return found

@@ -32,10 +32,18 @@ from ssdtune.io.buffers import aligned_size
 from ssdtune.model.blocks import BlockModel
 from ssdtune.model.build import BuiltModel, build_model
 from ssdtune.model.checkpoint import HfCheckpoint
+from ssdtune.model.footprint import kept_bytes
 from ssdtune.model.isolation import refuse_leaking_rows
 from ssdtune.model.layout import ModelLayout
 from ssdtune.model.loss import LOGIT_BYTES
-from ssdtune.plan.residency import ComputeSize, MemoryPlan, PartSize, plan_memory
+from ssdtune.plan.residency import (
+    ComputeSize,
+    MemoryLimits,
+    MemoryPlan,
+    PartSize,
+    Proportions,
+    plan_memory,
+)
 from ssdtune.units import format_count, format_disk, format_memory
 
 logger = logging.getLogger(__name__)
@@ -63,6 +71,7 @@ class Prepared:
     blocks: BlockModel
     parts: list[PartSize]
     compute: ComputeSize
+    limits: MemoryLimits
     memory: MemoryPlan
     rows: Rows | None
     max_length: int
@@ -73,11 +82,19 @@ class Prepared:
         return self.blocks.layout
 
 
-def prepare(config: Config, *, with_rows: bool = True) -> Prepared:
+def prepare(
+    config: Config,
+    *,
+    with_rows: bool = True,
+    host_budget_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Prepared:
     """Open the model, read the rows, and plan the memory.
 
     Args:
         with_rows: Read the rows; without them a config.json is enough of a model, for planning.
+        host_budget_bytes: Memory of the machine that is planned for; by default what this one has.
+        dtype: Compute dtype on that machine; by default what the settings and this one give.
 
     Raises:
         ConfigError: Something about the input is wrong.
@@ -85,7 +102,7 @@ def prepare(config: Config, *, with_rows: bool = True) -> Prepared:
     """
     checkpoint = _open_checkpoint(config, weights_needed=with_rows)
     device = open_device(config.memory.device)
-    dtype = choose_dtype(config.model.dtype, device)
+    dtype = dtype or choose_dtype(config.model.dtype, device)
     if config.memory.compute_threads:
         torch.set_num_threads(config.memory.compute_threads)
     rows = read_rows(config, checkpoint) if with_rows else None
@@ -104,21 +121,21 @@ def prepare(config: Config, *, with_rows: bool = True) -> Prepared:
     max_length = longest_sequence(config, rows)
     parts = part_sizes(blocks.layout)
     compute = compute_size(config, blocks, max_length, dtype)
-    memory = plan_memory(
-        parts,
-        compute,
-        num_blocks=blocks.layout.num_blocks,
+    limits = MemoryLimits(
         base_bytes=process_memory().rss_bytes,
-        budget_bytes=host_budget(config),
+        budget_bytes=host_budget_bytes or host_budget(config),
         cache_bytes=config.memory.host_cache,
         chunk_bytes=config.io.chunk_bytes,
-        prefetch_depth=config.io.prefetch_depth,
         clipping=config.training.max_grad_norm > 0,
         activations=config.memory.activations,
+        recompute=config.memory.recompute,
     )
+    proportions = Proportions(block_slots=config.io.prefetch_depth + 2)
+    memory = plan_memory(parts, compute, limits, proportions)
     return Prepared(
-        config, checkpoint, device, dtype, built, blocks, parts, compute, memory, rows, max_length
-    )
+        config, checkpoint, device, dtype, built, blocks, parts, compute, limits, memory, rows,
+        max_length,
+    )  # fmt: skip
 
 
 def _open_checkpoint(config: Config, *, weights_needed: bool) -> HfCheckpoint:
@@ -241,7 +258,16 @@ def compute_size(
         input_bytes=aligned_size(tokens * hidden * item),
         num_micro_batches=config.training.gradient_accumulation_steps,
         entry_bytes=scores + 3 * tokens * hidden * item,
+        kept_bytes=_kept_bytes(config, blocks, length) or saved,
     )
+
+
+def _kept_bytes(config: Config, blocks: BlockModel, length: int) -> int | None:
+    """Return what a block keeps of the longest micro-batch; None if nobody asks or it can't be counted."""
+    memory = config.memory
+    if memory.recompute == "always" or memory.host_cache == 0 or memory.activations == "ssd":
+        return None
+    return kept_bytes(blocks, config.training.per_device_train_batch_size, length)
 
 
 def _feed_forward_size(text: Any, hidden: int) -> int:
@@ -259,17 +285,29 @@ def summary_lines(prepared: Prepared, swap_bytes: int, directories: Sequence[Pat
     trained = sum(spec.numel for part in layout.trained_parts for spec in part.tensors)
     streamed = [part.name for part in prepared.parts if part.name not in plan.resident]
     kept = len(prepared.parts) - len(streamed)
-    waits = {
-        "host": "in memory",
-        "ssd": "on SSD",
-        "overlap": "not at all: updates overlap backward",
-    }
     return [
         f"{prepared.checkpoint.name_or_path}: {prepared.built.model.config.model_type}, "
         f"{format_count(total)} parameters in {layout.num_blocks} blocks, {format_count(trained)} trained, "
         f"computed in {str(prepared.dtype).removeprefix('torch.')} on {prepared.device.name}",
         f"host memory: {format_memory(plan.host_bytes)} planned of {format_memory(plan.budget_bytes)}; "
-        f"{len(streamed)} of {len(streamed) + kept} parts streamed, gradients wait {waits[plan.gradients]}, "
-        f"block inputs {'on SSD' if plan.input_slots else 'in memory'}",
+        f"{len(streamed)} of {len(streamed) + kept} parts streamed, {_gradients_text(plan)}, "
+        f"{_activations_text(plan, layout.num_blocks)}",
         f"swap space: {format_disk(swap_bytes)} in {', '.join(str(d) for d in directories)}",
     ]
+
+
+def _gradients_text(plan: MemoryPlan) -> str:
+    if not plan.deferred:
+        return "updates overlap backward"
+    waiting, stored = len(plan.gradients_in_memory), len(plan.gradients_on_ssd)
+    if not stored:
+        return "gradients wait in memory"
+    return "gradients wait on SSD" if not waiting else f"gradients of {stored} stages wait on SSD"
+
+
+def _activations_text(plan: MemoryPlan, num_blocks: int) -> str:
+    kept = f"{len(plan.kept)} of {num_blocks} blocks keep activations"
+    if len(plan.kept) == num_blocks:
+        return kept
+    inputs = f"block inputs {'on SSD' if plan.input_slots else 'in memory'}"
+    return f"{kept}, {inputs}" if plan.kept else inputs
