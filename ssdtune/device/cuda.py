@@ -69,11 +69,8 @@ class CudaDevice:
         self._lock = threading.Lock()
         _prefer_expandable_segments()
         try:
-            torch.cuda.init()
-            with torch.cuda.device(index):
-                torch.ones(
-                    1, device=self.torch_device
-                ).item()  # the first kernel shows what is wrong
+            torch.cuda.set_device(self.torch_device)  # compute runs in this thread
+            torch.ones(1, device=self.torch_device).item()  # a kernel shows whether the card works
             properties = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
         except (RuntimeError, AssertionError) as error:
