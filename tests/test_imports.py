@@ -131,3 +131,36 @@ def test_functions_keep_their_names_next_to_packages_of_the_same_name():
         check=True,
         env={"PYTHONPATH": str(PACKAGE.parent)},
     )
+
+
+def test_every_module_is_imported_without_cuda_libraries():
+    # as on a machine that has none of them; a torch built for CUDA brings its own, which is torch's affair
+    code = f"""
+import importlib, sys, torch
+from pathlib import Path
+
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("kvikio", "libkvikio", "cupy", "cuda", "nvidia", "pynvml"):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+def libraries():
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {{line.split()[-1] for line in lines if "/" in line and ".so" in line}}
+
+sys.meta_path.insert(0, Nothing())
+before = libraries()
+for path in {[str(path.relative_to(PACKAGE.parent)) for path in MODULES if path.name != "__main__.py"]}:
+    importlib.import_module(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+words = ("libcuda", "libcudart", "libcufile", "libnv", "kvikio")
+print([name for name in libraries() - before if any(word in name for word in words)])
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={"PYTHONPATH": str(PACKAGE.parent)},
+    )
+    assert result.stdout.strip() == "[]", result.stderr

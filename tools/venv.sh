@@ -26,7 +26,7 @@ _find_python() {
 
 _state() {
   echo "$root $1"
-  (cd "$root" && find native setup.py pyproject.toml constraints.txt -type f -print0 2>/dev/null |
+  (cd "$root" && find native setup.py pyproject.toml constraints.txt tests/io/kvikio_requirements.txt -type f -print0 2>/dev/null |
     sort -z | xargs -0 sha256sum)
 }
 
@@ -43,6 +43,11 @@ _install() {
   (cd "$root" && "$python" -m pip install --quiet --disable-pip-version-check \
     -c constraints.txt -e ".${extra:+[$extra]}") >&2 ||
     _fail "the installation failed; the lines above say why"
+  if [ "$extra" = dev ]; then
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps \
+      -r "$root/tests/io/kvikio_requirements.txt" >&2 ||
+      echo "note: kvikio cannot be installed here; its tests will be skipped" >&2
+  fi
   _state "$extra" > "$venv/.ssdtune-$extra"
 }
 

@@ -243,30 +243,33 @@ def _torch_cuda_version() -> str:
     return match.group(1) if match else ""
 
 
-def _gds() -> Iterator[Check]:
-    try:
-        version = next(
-            importlib.metadata.version(name)
-            for name in ("kvikio-cu12", "kvikio-cu13", "kvikio")
-            if _installed(name)
-        )
-    except StopIteration:
-        yield Check("GPUDirect Storage", "warn", "kvikio is not installed; data goes through host memory",
-                     'pip install "ssdtune[gds]" (optional, 2 to 3 GB)')  # fmt: skip
-        return
-    if not Path("/dev/nvidia-fs0").exists():
-        yield Check("GPUDirect Storage", "warn", f"kvikio {version}; the nvidia-fs driver is not loaded",
-                     "Load nvidia-fs; until then kvikio copies through host memory.")  # fmt: skip
-        return
-    yield Check("GPUDirect Storage", "ok", f"kvikio {version}, nvidia-fs loaded")
+def _gds(module: Path = Path("/dev/nvidia-fs0")) -> Iterator[Check]:
+    """Look at kvikio, which `--backend kvikio` needs, and at whether it goes past host memory."""
+    from ssdtune.io.kvikio_probe import kvikio_problem, kvikio_state
 
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    name = "GPUDirect Storage"
+    if importlib.util.find_spec("kvikio") is None:
+        extra = "gds-cu12" if _torch_cuda_version().startswith("12.") else "gds"
+        yield Check(
+            name, "warn", "kvikio is not installed; only --backend kvikio needs it",
+            f'Nothing to do without a GPU; else, if wanted: pip install "ssdtune[{extra}]" (2 to 3 GB).',
+        )  # fmt: skip
+        return
+    problem = kvikio_problem()
+    if problem:
+        reason, _, remedy = problem.partition(". ")
+        yield Check(name, "warn", f"{reason}; only --backend kvikio needs it", remedy)
+        return
+    state = kvikio_state()
+    text = f"kvikio {state.version}, {state.how}"
+    if state.mode == "gds":
+        yield Check(name, "ok", text)
+    elif module.exists():
+        yield Check(name, "warn", text,
+                    "The driver nvidia-fs is loaded; NVIDIA's gdscheck -p says what cuFile lacks.")  # fmt: skip
+    else:
+        yield Check(name, "warn", text,
+                    "Works as it is. For the direct way load the driver: sudo modprobe nvidia-fs")  # fmt: skip
 
 
 def _folder(folder: Path) -> Iterator[Check]:

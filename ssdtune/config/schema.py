@@ -177,7 +177,9 @@ class IoConfig:
         path=True,
     )
     backend: str = setting(
-        "auto", "how bytes move", choices=("auto", "io_uring", "libaio", "threads", "python")
+        "auto",
+        "how bytes move; kvikio only if named, it needs an NVIDIA driver and ssdtune[gds]",
+        choices=("auto", "io_uring", "libaio", "threads", "python", "kvikio"),
     )
     queue_depth: int = setting(16, "requests in flight", low=1, high=1024)
     request_bytes: int = setting(1 << 20, "size of one request", size=True, low=4096, high=1 << 30)

@@ -3,21 +3,18 @@
 kvikio (`pip install "ssdtune[gds]"`) has threads of its own that call pread and pwrite on host memory. Device memory
 goes directly between drive and card if cuFile can do that (GDS), else through kvikio's bounce buffers
 (compatibility mode). Which of these it is, kvikio itself says: see `KvikioBackend.describe`. Files, checks and
-tickets are in `ssdtune.io.files`; nothing here imports kvikio before a backend is made.
+tickets are in `ssdtune.io.files`; whether kvikio works and what its errors mean is in `ssdtune.io.kvikio_probe`.
 """
 
 from __future__ import annotations
 
-import errno as errno_names
 import importlib
 import logging
 import math
 import os
 import queue
-import re
 import stat
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -26,46 +23,12 @@ import numpy as np
 from ssdtune.errors import BackendUnavailableError, StorageError
 from ssdtune.io.backend import ALIGNMENT, File
 from ssdtune.io.files import FileBackend, FileTicket
-from ssdtune.units import format_memory
+from ssdtune.io.kvikio_probe import KvikioState, explain, kvikio_problem, kvikio_state
 
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 64
 """Threads of kvikio at most, however deep the queue: each has one request in flight."""
-
-INSTALL = 'pip install "ssdtune[gds]"'
-
-
-@dataclass(frozen=True, slots=True)
-class KvikioState:
-    """What kvikio says of itself. Its settings belong to the process: the last backend that was made set them.
-
-    Attributes:
-        mode: How device memory is reached: "gds"; "cufile", cuFile without GDS; or "compatibility", kvikio's own way.
-        compat_mode: kvikio's setting: "OFF", "ON" or "AUTO".
-        num_threads: Requests in flight at most.
-        task_bytes: Size of one request, also of one bounce buffer of pinned host memory for each thread.
-        moved_bytes: What went each way since the backend was made, in all of the process: "POSIX" through
-            pread and pwrite, "GDS" through cuFile. Empty if this kvikio does not count.
-    """
-
-    version: str
-    mode: str
-    compat_mode: str
-    num_threads: int
-    task_bytes: int
-    moved_bytes: dict[str, int]
-
-    def __str__(self) -> str:
-        how = {
-            "gds": "GPUDirect Storage",
-            "cufile": "cuFile without GPUDirect Storage: device memory goes through host memory",
-            "compatibility": "compatibility mode: device memory goes through host memory",
-        }[self.mode]
-        threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
-        return (
-            f"kvikio {self.version}, {how}; {threads}, requests of {format_memory(self.task_bytes)}"
-        )
 
 
 @runtime_checkable
@@ -139,7 +102,7 @@ class _KvikioTransfer:
                     raise future
                 moved = int(future.get())
             except Exception as error:
-                number, hint = _explain(error)
+                number, hint = explain(error)
             if not failed and moved < num_bytes:
                 failed = True
                 self._outcome = (number, start + moved)
@@ -154,8 +117,8 @@ class KvikioBackend(FileBackend):
     The caller sees to it that the device is done with a device buffer before a transfer starts.
 
     kvikio's settings belong to the process, so backends share them: the number of threads is that of the last one
-    made; and once a file is opened for direct I/O, aligned parts of all transfers are direct, also those of
-    files that were not.
+    made; and once a file is opened for direct I/O, aligned parts of transfers are direct, also those of files
+    that are opened later without it.
 
     Args:
         queue_depth: Most requests in flight; also the number of kvikio's threads, up to `MAX_THREADS`.
@@ -166,6 +129,7 @@ class KvikioBackend(FileBackend):
     """
 
     name = "kvikio"
+    _switch = threading.Lock()
 
     def __init__(self, *, queue_depth: int, request_bytes: int) -> None:
         super().__init__(queue_depth=queue_depth, request_bytes=request_bytes)
@@ -189,7 +153,7 @@ class KvikioBackend(FileBackend):
 
     def describe(self) -> KvikioState:
         """Return what kvikio says of itself and of what it has moved."""
-        return _state(self._defaults, self._counter)
+        return kvikio_state(self._counter)
 
     def open(
         self, path: Path, *, writable: bool = False, create: bool = False, direct: bool = True
@@ -197,14 +161,14 @@ class KvikioBackend(FileBackend):
         """Open a file; without direct I/O (and one logged warning) where the file system has none."""
         file = super().open(path, writable=writable, create=create, direct=direct)
         descriptor = self._files.descriptor(file, "open")
+        self._let_be_direct(file.direct)
         try:
             handle = self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+" if writable else "r")
         except Exception as error:
             self._files.close(file)
-            number, hint = _explain(error)
+            number, hint = explain(error)
             raise StorageError("open", path, errno=number, hint=hint) from None
         self._handles[descriptor] = handle
-        self._let_be_direct(file.direct)
         return file
 
     def read(
@@ -274,72 +238,13 @@ class KvikioBackend(FileBackend):
             self._counter.stop()
 
     def _let_be_direct(self, direct: bool) -> None:
-        """Set kvikio's switch, one for all files of the process: on from the first direct file on."""
-        direct = direct or self._defaults.get("auto_direct_io_read")
-        self._defaults.set({"auto_direct_io_read": direct, "auto_direct_io_write": direct})
+        """Set kvikio's switch for direct I/O, one for all files of the process: on from the first direct file on.
 
-
-def kvikio_problem() -> str:
-    """Return why kvikio cannot be used, with the remedy; empty if it moves bytes to a file and back."""
-    try:
-        kvikio: Any = importlib.import_module("kvikio")
-        defaults: Any = importlib.import_module("kvikio.defaults")
-    except ModuleNotFoundError as error:
-        if error.name == "kvikio":
-            return f"kvikio is not installed. It comes with {INSTALL} (2 to 3 GB)."
-        return f"kvikio cannot be imported ({error}). Install it again: {INSTALL}."
-    except Exception as error:
-        return f"kvikio cannot be imported ({_first_line(error)}). Install it again: {INSTALL}."
-    try:
-        defaults.get("auto_direct_io_read")
-    except KeyError:
-        return f"kvikio {kvikio.__version__} is too old. Install 26.2 or newer: {INSTALL}."
-    descriptor = os.memfd_create("ssdtune-kvikio", os.MFD_CLOEXEC)
-    try:
-        content, back = b"kvikio", bytearray(6)
-        with kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+") as file:
-            file.pwrite(content).get()
-            file.pread(back).get()
-    except Exception as error:
-        if "libcuda" in str(error):
-            return (
-                "there is no NVIDIA driver (libcuda.so.1), which kvikio needs even for host memory. "
-                "Use another backend where there is no GPU."
-            )
-        return (
-            f"kvikio fails ({_explain_shortly(error)}). Check nvidia-smi, or use another backend."
-        )
-    finally:
-        os.close(descriptor)
-    if back != content:
-        return "kvikio does not read what it has written. Use another backend."
-    return ""
-
-
-def kvikio_state() -> KvikioState:
-    """Return what kvikio says of itself; ask only where `kvikio_problem` finds none."""
-    return _state(importlib.import_module("kvikio.defaults"), None)
-
-
-def _state(defaults: Any, counter: Any) -> KvikioState:
-    kvikio: Any = importlib.import_module("kvikio")
-    mode = "compatibility"
-    if not defaults.is_compat_mode_preferred():
-        driver: Any = importlib.import_module("kvikio.cufile_driver")
-        mode = "gds" if driver.get("is_gds_available") else "cufile"
-    totals = counter.get().by_backend if counter else {}
-    return KvikioState(
-        version=kvikio.__version__,
-        mode=mode,
-        compat_mode=defaults.get("compat_mode").name,
-        num_threads=defaults.get("num_threads"),
-        task_bytes=defaults.get("task_size"),
-        moved_bytes={
-            name: total["bytes_transferred"]
-            for name, total in totals.items()
-            if total["bytes_transferred"]
-        },
-    )
+        kvikio looks at it when it opens a file, and again at every request.
+        """
+        with self._switch:
+            direct = direct or self._defaults.get("auto_direct_io_read")
+            self._defaults.set({"auto_direct_io_read": direct, "auto_direct_io_write": direct})
 
 
 def _bytes_there(descriptor: int, offset: int, wanted: int) -> int:
@@ -360,28 +265,3 @@ def _checked_device(file: File, offset: int, buffer: DeviceArray) -> _DeviceByte
                     f"{what} {value} is no multiple of {ALIGNMENT}, which direct I/O needs ({file.path})"
                 )
     return view
-
-
-def _explain(error: Exception) -> tuple[int, str]:
-    """Return the error number in an error of kvikio, 0 for the end of a file, and what a number does not say."""
-    if isinstance(error, OSError) and error.errno:
-        return error.errno, ""
-    text = _explain_shortly(error)
-    if text.endswith(": EOF"):
-        return 0, ""
-    if text == "POSIX error: Operation not permitted":  # kvikio's words for a bad descriptor
-        return errno_names.EBADF, ""
-    numbers = {os.strerror(number): number for number in errno_names.errorcode}
-    number = numbers.get(text.rpartition(": ")[2])
-    if number is not None:
-        return number, ""
-    return errno_names.EIO, f"kvikio says: {text}."
-
-
-def _explain_shortly(error: Exception) -> str:
-    """Return an error of kvikio without the place in its source."""
-    return re.sub(r"^.*? at: \S+:\d+: ", "", _first_line(error))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

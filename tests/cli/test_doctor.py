@@ -1,6 +1,7 @@
 """What doctor finds: on this machine, in folders, and where something is missing."""
 
 import importlib.metadata
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -116,3 +117,18 @@ def test_a_fail_makes_it_unusable():
     assert "fail  b  broken\n" in report.text()
     assert "-> Mend it." in report.text()
     assert "1 checks failed" in report.text()
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("", "gds"), ("13.0", "gds"), ("12.8", "gds-cu12")])
+def test_a_missing_kvikio_comes_with_the_extra_for_this_torch(monkeypatch, cuda, extra):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "kvikio" else find(name)
+    )
+    monkeypatch.setattr(doctor, "_torch_cuda_version", lambda: cuda)
+    (check,) = doctor._gds()
+    assert (check.name, check.status) == ("GPUDirect Storage", "warn")
+    assert check.detail.startswith("kvikio is not installed")
+    assert f'pip install "ssdtune[{extra}]"' in check.remedy
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert extra in project["optional-dependencies"]

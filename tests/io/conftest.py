@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ssdtune.io.buffers import Buffer
-from ssdtune.io.kvikio_backend import kvikio_problem
+from ssdtune.io.kvikio_probe import kvikio_problem
 from ssdtune.io.native import extension_problem
 from ssdtune.io.select import BACKENDS, open_backend
 

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from ssdtune.io.backend import Backend
-from ssdtune.io.kvikio_backend import kvikio_problem
+from ssdtune.io.kvikio_probe import kvikio_problem
 from ssdtune.io.select import open_backend
-
 
 # kvikio where it works: with an NVIDIA driver, or in the process that tests/io/test_kvikio_stub.py starts.
 WORKING = ["python"] if kvikio_problem() else ["python", "kvikio"]
