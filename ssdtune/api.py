@@ -37,17 +37,24 @@ def finetune(config: Source = None, /, **settings: Any) -> Any:
 
 
 def plan(
-    config: Source = None, /, *, hardware: HardwareProfile | None = None, **settings: Any
+    config: Source = None,
+    /,
+    *,
+    hardware: HardwareProfile | None = None,
+    other_machine: bool = False,
+    **settings: Any,
 ) -> Any:
     """Say what a run needs: memory, space, bytes moved and time. Arguments as for `finetune`.
 
     Args:
         hardware: What `profile` returned; without it, no time is given.
+        other_machine: Plan for the machine that `hardware` describes, with its memory, dtypes and drives,
+            instead of this one.
     """
     from ssdtune.config.load import load_config
     from ssdtune.train.planning import plan as run
 
-    return run(load_config(config, settings), hardware)
+    return run(load_config(config, settings), hardware, other_machine=other_machine)
 
 
 def profile(

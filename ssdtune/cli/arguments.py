@@ -103,7 +103,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     plan.add_argument(
         "--hardware",
         metavar="FILE",
-        help="profile of the machine to plan for (default: this one's, if ssdtune profile has run)",
+        help="plan for the machine of this profile, with its memory, dtypes, drives and free space "
+        "(default: this machine, at the rates of its profile if ssdtune profile has run)",
     )
     plan.add_argument(
         "--timeline", metavar="FILE.svg", help="draw the simulated step, lane by lane"

@@ -42,7 +42,11 @@ def plan(args: argparse.Namespace) -> int:
 
     config = settings_from(args)
     require(config, train_file=False, output_dir=False)
-    result = api.plan(config, hardware=profile_command.known(args.hardware))
+    result = api.plan(
+        config,
+        hardware=profile_command.known(args.hardware),
+        other_machine=args.hardware is not None,
+    )
     if args.timeline:
         if result.forecast is None:
             raise ConfigError(

@@ -31,14 +31,13 @@ class RunShape:
     """What a run's needs depend on besides the parts.
 
     Attributes:
-        num_blocks: Blocks of the model.
+        num_blocks: Blocks of the model; of these `num_kept` keep their activations, and need no input.
         num_micro_batches: Micro-batches of a step.
         input_bytes: One block's input for one micro-batch: sequences × length × hidden size × element.
         step_inputs_bytes: One block's inputs for all micro-batches of a mean step; None for the longest.
-        gradients_on_ssd: Complete gradients wait on SSD for the norm of all.
+        deferred: Stages that are updated at the beginning of the next step; before a save they are updated first.
+        gradients_on_ssd: Those of them whose gradient waits on SSD.
         inputs_on_ssd: Block inputs wait on SSD for the backward pass.
-        update_reads_weights: The update reads the weights once more; else it takes those that backward used.
-        updates_wait: Updates wait for the norm of all gradients, and so does a save for the updates.
         checkpoints_kept: Checkpoints on the drives at any time; 0 if none are made.
         export_bytes: Size of the files that the run leaves for others.
         num_steps: Optimizer steps of the run; `steps_per_epoch` of one pass over the rows, None if unknown.
@@ -46,13 +45,13 @@ class RunShape:
     """
 
     num_blocks: int = 0
+    num_kept: int = 0
     num_micro_batches: int = 1
     input_bytes: int = 0
     step_inputs_bytes: int | None = None
-    gradients_on_ssd: bool = False
+    deferred: frozenset[str] = frozenset()
+    gradients_on_ssd: frozenset[str] = frozenset()
     inputs_on_ssd: bool = False
-    update_reads_weights: bool = True
-    updates_wait: bool = False
     checkpoints_kept: int = 1
     export_bytes: int = 0
     num_steps: int = 1
@@ -128,7 +127,7 @@ def disk_need(parts: Sequence[PartSize], run: RunShape) -> DiskNeed:
         states=states,
         checkpoints=states * run.checkpoints_kept,
         gradients=_gradient_bytes(parts, run),
-        activations=_inputs_bytes(run),
+        activations=_inputs_bytes(run, run.num_blocks),
         export=run.export_bytes,
     )
 
@@ -139,7 +138,7 @@ def step_traffic(
     """Return what one optimizer step reads and writes.
 
     Writes are exact. Reads are the most there can be: weights that still lie in a slot when they are needed
-    again are not read again.
+    again are not read again. The update works on the weights where they lie for forward or backward.
 
     Args:
         resident: Names of parts whose weights and states stay in memory.
@@ -155,12 +154,12 @@ def step_traffic(
         if not part.trained:
             read["weights"] += part.weight_bytes * loads
         for state, num_bytes in state_bytes(part).items():
-            reads = loads + run.update_reads_weights if state == "weights" else 1
+            reads = loads if state == "weights" else 1
             read[STATE_KINDS[state]] += num_bytes * reads
             written[STATE_KINDS[state]] += num_bytes
-    inputs = _inputs_bytes(run)
+    inputs = _inputs_bytes(run, run.num_blocks - run.num_kept)
     if inputs and run.step_inputs_bytes is not None:
-        inputs = run.step_inputs_bytes * run.num_blocks
+        inputs = run.step_inputs_bytes * (run.num_blocks - run.num_kept)
     for kind, num_bytes in (("gradients", _gradient_bytes(parts, run)), ("activations", inputs)):
         read[kind] += num_bytes
         written[kind] += num_bytes
@@ -179,14 +178,13 @@ def save_traffic(
     written = dict(read)
     for part in parts:
         in_memory = part.name in resident
-        if not in_memory and not run.updates_wait:
+        if not in_memory and part.stage not in run.deferred:
             continue
         for state, num_bytes in state_bytes(part).items():
             written[STATE_KINDS[state]] += num_bytes
-            if not in_memory and (state != "weights" or run.update_reads_weights):
+            if not in_memory:
                 read[STATE_KINDS[state]] += num_bytes
-        if part.trained and not in_memory and run.gradients_on_ssd:
-            read["gradients"] += extent_bytes(4 * part.numel)
+    read["gradients"] += _gradient_bytes(parts, run)
     return Traffic(read, written)
 
 
@@ -209,12 +207,11 @@ def run_written_bytes(
 
 
 def _gradient_bytes(parts: Sequence[PartSize], run: RunShape) -> int:
-    if not run.gradients_on_ssd:
-        return 0
-    return sum(extent_bytes(4 * part.numel) for part in parts if part.trained)
+    waiting = [part for part in parts if part.trained and part.stage in run.gradients_on_ssd]
+    return sum(extent_bytes(4 * part.numel) for part in waiting)
 
 
-def _inputs_bytes(run: RunShape) -> int:
+def _inputs_bytes(run: RunShape, num_blocks: int) -> int:
     if not run.inputs_on_ssd:
         return 0
-    return extent_bytes(run.input_bytes) * run.num_blocks * run.num_micro_batches
+    return extent_bytes(run.input_bytes) * num_blocks * run.num_micro_batches

@@ -142,11 +142,12 @@ def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
     num_steps = num_steps or 1
     return RunShape(
         num_blocks=prepared.layout.num_blocks,
+        num_kept=len(prepared.memory.kept),
         num_micro_batches=prepared.compute.num_micro_batches,
         input_bytes=prepared.compute.input_bytes,
         step_inputs_bytes=_mean_inputs_bytes(prepared),
-        gradients_on_ssd=bool(prepared.memory.gradients_on_ssd),
-        updates_wait=prepared.memory.gradients != "overlap",
+        deferred=prepared.memory.deferred,
+        gradients_on_ssd=prepared.memory.gradients_on_ssd,
         inputs_on_ssd=prepared.memory.input_slots > 0,
         checkpoints_kept=0 if only_at_end and not resumed else training.save_total_limit,
         export_bytes=_export_bytes(prepared),

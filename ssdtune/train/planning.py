@@ -1,7 +1,7 @@
-"""`ssdtune plan`: what a run would need and move, found by the run's own preparation; nothing is written.
+"""`ssdtune plan`: what a run would need, move and cost, found by the run's own preparation; nothing is written.
 
-Read `ssdtune.train.prepare` for how memory is planned, `ssdtune.train.disk` for the drives, and
-`ssdtune.train.forecast` for time.
+Read `ssdtune.train.prepare` for how memory is planned, `ssdtune.train.disk` for the drives, `ssdtune.train.forecast`
+for time, and `ssdtune.train.elsewhere` for a machine that is not this one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 from ssdtune.config.schema import Config
 from ssdtune.errors import CapacityError
 from ssdtune.hardware.profile import HardwareProfile
-from ssdtune.plan.estimate import Estimate
+from ssdtune.plan.estimate import Estimate, RunCost, run_cost
 from ssdtune.plan.residency import MemoryPlan
+from ssdtune.train import elsewhere
 from ssdtune.train.disk import plan_disk
 from ssdtune.train.forecast import Forecast, forecast
-from ssdtune.train.prepare import prepare, summary_lines
+from ssdtune.train.prepare import Prepared, prepare, summary_lines
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class RunPlan:
         memory, estimate: The figures; None if the memory is too small for any plan.
         wear_warning: Set if the run takes more of the drives' life than `io.wear_warning` allows.
         forecast: How long a step takes; None without a hardware profile.
+        cost: Of the whole run; None if its length is not known.
     """
 
     problems: tuple[str, ...]
@@ -38,6 +40,7 @@ class RunPlan:
     estimate: Estimate | None = None
     wear_warning: str | None = None
     forecast: Forecast | None = None
+    cost: RunCost | None = None
 
     @property
     def fits(self) -> bool:
@@ -53,6 +56,7 @@ class RunPlan:
             "estimate": self.estimate.to_dict() if self.estimate else None,
             "wear_warning": self.wear_warning,
             "forecast": self.forecast.to_dict() if self.forecast else None,
+            "run": self.cost.to_dict() if self.cost else None,
         }
 
     def text(self) -> str:
@@ -64,6 +68,8 @@ class RunPlan:
             lines.append(self.forecast.text())
         elif self.memory:
             lines.append("expected  no time without measured rates: run ssdtune profile DIR once")
+        if self.cost:
+            lines.append(self.cost.text())
         if self.wear_warning:
             lines.append(f"warning: {self.wear_warning}")
         verdict = (
@@ -72,39 +78,90 @@ class RunPlan:
         return "\n".join([*lines, *verdict])
 
 
-def plan(config: Config, hardware: HardwareProfile | None = None) -> RunPlan:
+def plan(
+    config: Config, hardware: HardwareProfile | None = None, *, other_machine: bool = False
+) -> RunPlan:
     """Plan a run. Without a train_file, the figures are those of one step at max_length.
 
     Args:
         hardware: Measured rates, for the time that a step takes.
+        other_machine: Plan for the machine of `hardware` as its profile describes it: its memory (unless
+            host_memory is set), dtypes, directories and free space take the place of this machine's.
 
     Raises:
         ConfigError: Something about the input is wrong.
+        ValueError: Another machine without a profile.
     """
+    there = hardware if other_machine else None
+    if other_machine and there is None:
+        raise ValueError("other_machine needs the profile of that machine")
+    summary = [elsewhere.describe(there)] if there else []
     try:
-        prepared = prepare(config, with_rows=bool(config.data.train_file))
+        prepared = _prepare(config, there)
     except CapacityError as error:
-        return RunPlan((str(error),))
-    disk = plan_disk(prepared, output_folder(config))
+        return RunPlan((str(error),), tuple(summary))
+    places = elsewhere.swap_places(there, config.io.swap_dirs) if there else ()
+    disk = plan_disk(prepared, output_folder(config), places=places)
     problems: tuple[str, ...] = ()
     try:
         disk.check_space()
     except CapacityError as error:
         problems = tuple(str(error).splitlines())
-    summary = summary_lines(prepared, disk.layout.total_bytes, disk.directories)
+    summary += summary_lines(prepared, disk.layout.total_bytes, disk.directories)
     if prepared.rows is None:
         summary.append(
             "no train_file: the figures are those of rows as long as max_length, and of "
             + (f"{config.training.max_steps} steps" if config.training.max_steps else "one step")
         )
+    expected = forecast(prepared, hardware.rates()) if hardware else None
     return RunPlan(
         problems,
         tuple(summary),
         prepared.memory,
         disk.estimate,
         disk.wear_warning(config),
-        forecast(prepared, hardware.rates()) if hardware else None,
+        expected,
+        _cost(prepared, disk.estimate, hardware, expected),
     )
+
+
+def _prepare(config: Config, there: HardwareProfile | None) -> Prepared:
+    with_rows = bool(config.data.train_file)
+    if there is None:
+        return prepare(config, with_rows=with_rows)
+    budget = config.memory.host_memory or elsewhere.host_budget(there)
+    dtype = elsewhere.compute_dtype(there, config.model.dtype)
+    return prepare(config, with_rows=with_rows, host_budget_bytes=budget, dtype=dtype)
+
+
+def _cost(
+    prepared: Prepared,
+    estimate: Estimate,
+    hardware: HardwareProfile | None,
+    expected: Forecast | None,
+) -> RunCost | None:
+    tokens = run_tokens(prepared)
+    if tokens is None:
+        return None
+    rates = hardware.rates() if hardware else None
+    return run_cost(
+        estimate,
+        tokens,
+        step_s=expected.step_s if expected else None,
+        read_bytes_per_s=rates.read_bytes_per_s if rates else 0.0,
+        write_bytes_per_s=rates.write_bytes_per_s if rates else 0.0,
+    )
+
+
+def run_tokens(prepared: Prepared) -> int | None:
+    """Return the tokens of a run, padding apart; None if neither rows nor max_steps say how long it is."""
+    rows, training = prepared.rows, prepared.config.training
+    if rows is not None:
+        return round(int(rows.train.lengths.sum()) * rows.total_steps / rows.plan.steps_per_epoch)
+    if training.max_steps is None:
+        return None
+    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    return training.max_steps * sequences * prepared.max_length
 
 
 def output_folder(config: Config) -> Path:

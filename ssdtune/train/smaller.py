@@ -1,0 +1,46 @@
+"""What a user can change so that a run fits into the memory: the settings to try, with the values that work.
+
+Called where `ssdtune.train.prepare` finds that nothing fits; the search itself is `ssdtune.plan.nearest`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ssdtune.config.schema import Config
+from ssdtune.plan.nearest import Nearest, nearest_fit
+from ssdtune.plan.residency import ComputeSize, MemoryLimits, PartSize, Proportions, plan_memory
+
+_SMALLEST = Proportions(block_slots=1, chunk_slots=2)
+_ENDLESS_BYTES = 1 << 62
+
+
+def nearest_settings(
+    config: Config,
+    parts: Sequence[PartSize],
+    limits: MemoryLimits,
+    max_length: int,
+    compute_size: Callable[[Config, int], ComputeSize],
+) -> Nearest | None:
+    """Find the settings that fit where the given ones do not.
+
+    Args:
+        limits: With the budget that is too small.
+        max_length: Longest sequence of the run, in tokens.
+        compute_size: Returns what computing needs with given settings and longest sequence.
+
+    Returns:
+        None if the given settings fit.
+    """
+    # Streaming everything needs least, and then nobody counts what blocks could keep.
+    streaming = replace(config, memory=replace(config.memory, host_cache=0))
+    endless = replace(limits, budget_bytes=_ENDLESS_BYTES, cache_bytes=0)
+
+    def needed(batch_size: int, length: int) -> int:
+        training = replace(streaming.training, per_device_train_batch_size=batch_size)
+        compute = compute_size(replace(streaming, training=training), length)
+        return plan_memory(parts, compute, endless, _SMALLEST).host_bytes
+
+    batch_size = config.training.per_device_train_batch_size
+    return nearest_fit(needed, batch_size, max_length, limits.budget_bytes)

@@ -1,0 +1,203 @@
+"""`ssdtune plan` for another machine, the cost of a run, and what would fit where the wanted settings do not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdtune import plan
+from ssdtune.cli.main import main
+from ssdtune.config.load import load_config
+from ssdtune.config.schema import Config
+from ssdtune.errors import CapacityError
+from ssdtune.hardware.figures import (
+    AdamPoint,
+    BlockPoint,
+    BlockProfile,
+    DirectoryProfile,
+    MemoryPoint,
+    TogetherProfile,
+)
+from ssdtune.hardware.profile import HardwareProfile, save
+from ssdtune.plan.nearest import LENGTH_GRAIN
+from ssdtune.plan.residency import ComputeSize, plan_memory
+from ssdtune.store.space import MARGIN_BYTES
+from ssdtune.train.prepare import compute_size, prepare
+from ssdtune.train.smaller import nearest_settings
+from ssdtune.units import MIB
+from tests.toy import make_checkpoint, make_rows
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planning")
+    make_checkpoint(folder / "model", "llama")
+    make_rows(folder / "rows.jsonl", 21)
+    return folder
+
+
+def settings(folder: Path, **changes: Any) -> Config:
+    return load_config(
+        None,
+        {
+            "model_name_or_path": str(folder / "model"), "train_file": str(folder / "rows.jsonl"),
+            "output_dir": str(folder / "out"), "device": "cpu", "per_device_train_batch_size": 2,
+        } | changes,
+    )  # fmt: skip
+
+
+def machine(*places: DirectoryProfile, **changes: Any) -> HardwareProfile:
+    """Return a machine of 8 GiB with two drives that read 2 GB/s and write 1 GB/s."""
+    points = tuple(
+        BlockPoint(dtype=dtype, sequences=1, sequence=64, forward_s=1e-3, backward_s=2e-3, forward_flop=1e8)
+        for dtype in ("fp32", "bf16")
+    )  # fmt: skip
+    made = HardwareProfile(
+        machine_id="0", machine={"cpu": "Zen", "cores": 16, "memory_bytes": 8 * GIB, "cards": ""},
+        measured_at="2026-12-01T00:00:00+00:00", effort="full", seconds=1.0, backends={},
+        directories=places or (place("/nvme/0", 10**12), place("/nvme/1", 10**12)),
+        together=TogetherProfile(
+            num_file_systems=2, read_bytes_per_s=2e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1.3e9
+        ),
+        memory=(MemoryPoint(threads=1, copy_bytes_per_s=2e10, triad_bytes_per_s=2e10),),
+        adam=(AdamPoint(form="split", threads=1, parameters_per_s=1e9),), contention=None, copies=(),
+        compute_dtypes=("fp32", "bf16"),
+        blocks=(BlockProfile(
+            shape="llama", digest="x", device="cpu", parameters=1, active_parameters=1, hidden_size=1,
+            points=points,
+        ),),
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def place(path: str, free_bytes: int) -> DirectoryProfile:
+    return DirectoryProfile(
+        path=path, file_system="ext4", device=f"/dev{path}", free_bytes=free_bytes
+    )
+
+
+def test_another_machine_gives_memory_dtype_and_directories(folder: Path) -> None:
+    result = plan(settings(folder), hardware=machine(), other_machine=True)
+    assert result.fits and result.memory is not None and result.forecast is not None
+    assert result.memory.budget_bytes == int(8 * GIB * 0.9)
+    first, model, _, swap = result.summary
+    assert first.startswith("planned for another machine: Zen, 16 cores, 8.00 GiB; measured")
+    assert "computed in bfloat16" in model
+    assert swap.endswith("in /nvme/0, /nvme/1")
+    old = plan(settings(folder), hardware=machine(compute_dtypes=("fp32",)), other_machine=True)
+    assert "computed in float32" in old.summary[1]
+
+
+def test_settings_that_are_given_win_over_the_machine(folder: Path) -> None:
+    config = settings(folder, host_memory="4GiB", dtype="fp32", swap_dirs=["/nvme/1"])
+    result = plan(config, hardware=machine(), other_machine=True)
+    assert result.memory is not None and result.memory.budget_bytes == 4 * GIB
+    assert "computed in float32" in result.summary[1]
+    assert result.summary[-1].endswith("in /nvme/1")
+
+
+def test_the_space_is_that_of_the_other_machine(folder: Path) -> None:
+    config = settings(folder, host_cache=0)
+    full = machine(place("/nvme/0", MARGIN_BYTES + 1000))
+    (problem,) = plan(config, hardware=full, other_machine=True).problems
+    assert problem.startswith("not enough space on /dev/nvme/0 (/nvme/0) of the hardware profile")
+    # With the rates alone it is this machine that must have room.
+    assert plan(config, hardware=full).fits
+
+
+def test_too_little_memory_there_is_refused_with_its_figures(folder: Path) -> None:
+    small = machine(machine={"cpu": "Zen", "memory_bytes": 64 * MIB})
+    result = plan(settings(folder), hardware=small, other_machine=True)
+    assert not result.fits
+    assert "the budget is 57.6 MiB" in result.problems[0]
+    assert result.text().startswith("planned for another machine: Zen, 64.0 MiB;")
+
+
+def test_a_machine_without_profile_is_no_machine(folder: Path) -> None:
+    with pytest.raises(ValueError, match="needs the profile"):
+        plan(settings(folder), other_machine=True)
+
+
+def test_the_command_plans_for_the_machine_of_the_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(machine(), tmp_path / "other.json")
+    flags = [str(folder / "model"), "--hardware", str(tmp_path / "other.json"), "--device", "cpu"]
+    assert main(["plan", *flags, "--max-steps", "100", "--max-length", "32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["budget_bytes"] == int(8 * GIB * 0.9)
+    assert (found["run"]["num_steps"], found["run"]["tokens"]) == (100, 3200)
+    assert found["run"]["seconds"] == pytest.approx(100 * found["forecast"]["step_s"])
+    assert found["run"]["written_bytes"] == found["estimate"]["wear"]["run_bytes"]
+
+    save(replace(machine(), machine={"cpu": "Zen"}), tmp_path / "other.json")
+    assert main(["plan", *flags]) == 2
+    assert "does not say how much memory the machine has" in capsys.readouterr().err
+    assert main(["plan", *flags, "--host-memory", "4GiB"]) == 0
+
+
+def test_cost_of_a_run_with_rows(folder: Path) -> None:
+    config = settings(folder, num_train_epochs=2, save_steps=5)
+    result = plan(config, hardware=machine())
+    rows = prepare(config).rows
+    assert rows is not None and result.cost is not None and result.forecast is not None
+    assert rows.total_steps == result.cost.num_steps == 22
+    assert result.cost.tokens == 2 * int(rows.train.lengths.sum())
+    assert result.cost.num_saves == 4
+    assert result.cost.save_s is not None and result.cost.seconds is not None
+    assert result.cost.seconds == pytest.approx(
+        22 * result.forecast.step_s + 4 * result.cost.save_s
+    )
+    assert "\nrun       22 steps, " in result.text() and " with 4 saves of " in result.text()
+    timeless = plan(config)
+    assert timeless.cost is not None and timeless.cost.seconds is None
+
+
+def test_a_run_of_unknown_length_has_no_cost(folder: Path) -> None:
+    result = plan(settings(folder, train_file=""))
+    assert result.cost is None and result.to_dict()["run"] is None
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_is_named_as_nearest_fits_and_a_little_less_does_not(
+    folder: Path, method: str
+) -> None:
+    """By the planner itself: with the settings that were named, or the memory, it finds a plan."""
+    wanted = settings(
+        folder, train_file="", per_device_train_batch_size=64, max_length=1024, method=method
+    )
+    prepared = prepare(wanted, with_rows=False, host_budget_bytes=1 << 40)
+
+    def compute(config: Config, length: int) -> ComputeSize:
+        return compute_size(config, prepared.blocks, length, prepared.dtype)
+
+    def fits(config: Config, budget_bytes: int) -> bool:
+        limits = replace(prepared.limits, budget_bytes=budget_bytes)
+        try:
+            plan_memory(prepared.parts, compute(config, config.data.max_length), limits)
+        except CapacityError:
+            return False
+        return True
+
+    budget = 600 * MIB + prepared.limits.base_bytes
+    limits = replace(prepared.limits, budget_bytes=budget)
+    assert not fits(wanted, budget)
+    found = nearest_settings(wanted, prepared.parts, limits, 1024, compute)
+    assert found is not None
+    assert found.batch_size and 1 <= found.batch_size < 64
+    assert found.max_length and 16 <= found.max_length < 1024
+    size, length = "per_device_train_batch_size", "max_length"
+    assert fits(load_config(wanted, {size: found.batch_size}), budget)
+    assert not fits(load_config(wanted, {size: found.batch_size + 1}), budget)
+    assert fits(load_config(wanted, {length: found.max_length}), budget)
+    assert not fits(load_config(wanted, {length: found.max_length + LENGTH_GRAIN}), budget)
+    assert fits(wanted, found.needed_bytes)
+    assert not fits(wanted, found.needed_bytes - 1)
+    enough = replace(limits, budget_bytes=found.needed_bytes)
+    assert nearest_settings(wanted, prepared.parts, enough, 1024, compute) is None
