@@ -33,8 +33,10 @@ def nearest_settings(
     Returns:
         None if the given settings fit.
     """
-    # Streaming everything needs least, and then nobody counts what blocks could keep.
-    streaming = replace(config, memory=replace(config.memory, host_cache=0))
+    # Streaming everything needs least, and then nobody counts what blocks could keep, unless they have to.
+    streaming = config
+    if config.memory.recompute != "never":
+        streaming = replace(config, memory=replace(config.memory, host_cache=0))
     endless = replace(limits, budget_bytes=_ENDLESS_BYTES, cache_bytes=0)
 
     def needed(batch_size: int, length: int) -> int:
