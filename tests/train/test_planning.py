@@ -142,6 +142,43 @@ def test_the_command_plans_for_the_machine_of_the_file(
     assert main(["plan", *flags, "--host-memory", "4GiB"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 1}, "schema_version is 1"),
+        ({"together": None}, "no figures for drives"),
+        ({"adam": []}, "no figures for AdamW"),
+        ({"blocks": []}, "no figures for compute in bf16"),
+        ({"directories": []}, "no directory with measured drives"),
+        ({"machine": {"memory_bytes": -1}}, "machine.memory_bytes is -1"),
+        ({"machine": {"memory_bytes": "64 GB"}}, "machine.memory_bytes is '64 GB'"),
+        ({"compute_dtypes": None}, "compute_dtypes must be a list"),
+        ({"adam": [{"form": "split", "threads": 1, "parameters_per_s": float("nan")}]}, "is nan"),
+    ],
+)  # fmt: skip
+def test_a_bad_profile_is_one_message(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+) -> None:  # fmt: skip
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(machine().to_dict() | change))
+    assert main(["plan", str(folder / "model"), "--hardware", str(path), "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    assert message in err
+
+
+def test_a_profile_that_is_missing_or_damaged_is_one_message(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.json"
+    for content, message in ((None, "no such file"), ("{", "is no hardware profile"), ("[1]", "no hardware")):  # fmt: skip
+        if content is not None:
+            path.write_text(content)
+        assert main(["plan", str(folder / "model"), "--hardware", str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and message in err and str(path) in err and "Traceback" not in err
+
+
 def test_cost_of_a_run_with_rows(folder: Path) -> None:
     config = settings(folder, num_train_epochs=2, save_steps=5)
     result = plan(config, hardware=machine())
