@@ -2,7 +2,8 @@
 
 A backend moves whole transfers of any size; it cuts them into requests, keeps its queue full, completes
 short transfers and turns every failure into a `StorageError`. It knows nothing of tensors or units.
-Implementations: `native` (io_uring, kernel aio, C++ threads) and `threads` (Python, always there).
+Implementations: `native` (io_uring, kernel aio, C++ threads), `threads` (Python, always there) and
+`kvikio_backend` (NVIDIA's library, also for device memory).
 `ssdtune.io.select` picks one.
 """
 
@@ -45,7 +46,7 @@ class Backend(Protocol):
     """Moves bytes between files and buffers."""
 
     name: str
-    """"io_uring", "libaio", "threads" (native) or "python"."""
+    """"io_uring", "libaio", "threads" (native), "python" or "kvikio"."""
 
     def open(
         self, path: Path, *, writable: bool = False, create: bool = False, direct: bool = True

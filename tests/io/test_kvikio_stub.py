@@ -17,6 +17,7 @@ ROOT = HERE.parents[1]
 
 
 @pytest.mark.gds
+@pytest.mark.timeout(400)  # some 150 tests, one of them a whole run
 def test_io_and_store_work_over_kvikio_in_compatibility_mode(tmp_path):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
