@@ -67,6 +67,7 @@ def build_model(
     lora: LoraSettings | None = None,
     adapter: Path | None = None,
     seed: int = 0,
+    with_values: bool = True,
 ) -> BuiltModel:
     """Build the model of a checkpoint folder.
 
@@ -76,6 +77,8 @@ def build_model(
         lora: Put in new adapters.
         adapter: Folder of an adapter to go on training, instead of new ones.
         seed: Seeds peft's first values, as torch.manual_seed before peft.get_peft_model does.
+        with_values: Draw the first values of new adapters. A plan needs none, and for the largest models they take
+            longer than all the rest; `initial` is then empty, as it is for a folder without weights.
 
     Raises:
         UnsupportedModelError: Not a decoder that transformers knows as a causal language model.
@@ -114,7 +117,8 @@ def build_model(
         for parameter in model.parameters():
             parameter.requires_grad_(True)
         return BuiltModel(model, None, keymap, frozenset(_names(model)), _decayed(model))
-    return _with_adapter(model, keymap, lora, adapter, seed)
+    draw = with_values and bool(checkpoint.tensors)
+    return _with_adapter(model, keymap, lora, adapter, seed, draw)
 
 
 def _first_line(error: Exception) -> str:
@@ -183,12 +187,14 @@ def _with_adapter(
     lora: LoraSettings | None,
     adapter: Path | None,
     seed: int,
+    draw: bool,
 ) -> BuiltModel:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
-    # peft draws its first values on the device of the base weights. Weights of stride 0 on the CPU take no
-    # memory and make it draw what it would for a model in memory.
-    _replace_parameters(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
+    if draw or adapter is not None:
+        # peft draws its first values on the device of the base weights. Weights of stride 0 on the CPU take no
+        # memory and make it draw what it would for a model in memory.
+        _replace_parameters(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -200,11 +206,12 @@ def _with_adapter(
             else:
                 assert lora is not None
                 torch.manual_seed(seed)
-                peft = get_peft_model(model, LoraConfig(
+                settings = LoraConfig(
                     task_type="CAUSAL_LM", r=lora.r, lora_alpha=lora.lora_alpha,
                     lora_dropout=lora.lora_dropout, target_modules=lora.target_modules,
                     use_rslora=lora.use_rslora, bias=lora.bias, modules_to_save=lora.modules_to_save,
-                ))  # fmt: skip
+                )  # fmt: skip
+                peft = get_peft_model(model, settings, low_cpu_mem_usage=not draw)
     except (ValueError, OSError, TypeError) as error:
         raise ConfigError(f"peft refuses these adapter settings: {_first_line(error)}") from error
     inner = peft.get_base_model()
@@ -212,7 +219,7 @@ def _with_adapter(
     for name, parameter in inner.named_parameters():
         if parameter.requires_grad:
             trained.add(name)
-            if _is_new(name) or adapter is not None:
+            if adapter is not None or (draw and _is_new(name)):
                 initial[name] = parameter.detach().float().clone()
     _replace_parameters(inner, lambda p: torch.empty_like(p, device="meta"))
     if not trained:
