@@ -26,7 +26,7 @@ from typing import Any
 from bench.cells import MODES, SEQUENCE, Bench, Cell, measure_cell
 from bench.models import SIZES
 from bench.process import ROOT, Failed
-from bench.table import render
+from bench.table import describe, render
 
 sys.path.insert(0, str(ROOT))
 
@@ -45,9 +45,7 @@ def main() -> int:
     args = _parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = _folder(args)
-    bench = Bench(
-        folder, args.steps, args.quick, args.dtype, args.in_memory_steps, args.recompute_share, args.extra,
-    )  # fmt: skip
+    bench = Bench(folder, args.steps, args.quick, args.dtype, args.in_memory_steps, args.extra)
     cells = [
         Cell(*chosen)
         for chosen in product(args.models, args.methods, args.batches, args.modes, args.memories)
@@ -64,7 +62,11 @@ def main() -> int:
     finally:
         if not args.keep:
             shutil.rmtree(folder)
-    print(_document(records, bench) if args.json else render(records))
+    if args.json:
+        print(_document(records, bench))
+    else:
+        print(describe(bench.machine, dtype=bench.dtype, steps=bench.steps))
+        print(render(records))
     if len(records) < len(cells):
         return 130
     return 1 if any("failed" in r for r in records) else 3 if _skipped(records) else 0
@@ -75,7 +77,12 @@ def _skipped(records: list[dict[str, Any]]) -> bool:
 
 
 def _document(records: list[dict[str, Any]], bench: Bench) -> str:
-    settings = {"dtype": bench.dtype, "steps": bench.steps, "sequence": SEQUENCE}
+    settings = {
+        "machine": bench.machine,
+        "dtype": bench.dtype,
+        "steps": bench.steps,
+        "sequence": SEQUENCE,
+    }
     return json.dumps({"schema_version": 1, **settings, "cells": records}, indent=2)
 
 
@@ -127,10 +134,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), default="", help="default: bf16 where it is fast"
     )
-    parser.add_argument(
-        "--recompute-share", type=float, default=1.0, metavar="R",
-        help="of a block's forward FLOP that backward repeats, for the bounds (default: 1)",
-    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="rates that are hardly measured")
     parser.add_argument(
         "--keep", action="store_true", help="leave models and profiles for next time"

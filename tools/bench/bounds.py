@@ -6,8 +6,8 @@ A step has two phases: forward, and backward. In each, these can run side by sid
 * drives: all bytes at the measured rate for their mix of reads and writes;
 * dram: what I/O and AdamW move in memory.
 
-`mode` decides in which phase AdamW runs: in backward ("overlap"), or in the next step's forward ("deferred").
-The ultimate bound knows no phases. Plain numbers, nothing is measured here.
+AdamW runs beside backward, or is deferred and runs beside the next step's forward. The ultimate bound knows no phases. Plain
+numbers, nothing is measured here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Step:
         streamed_weights, streamed_states: Share that comes from the drives; the rest is cached.
         gradient_bytes: Gradients that wait on the drives, written and read once each.
         activation_bytes: Block inputs that do.
-        recompute_share: Share of a block's forward FLOP that backward repeats.
+        recompute_share: Share of the blocks' forward FLOP that backward repeats.
+        deferred_share: Share of the trained parameters whose update waits for the next forward.
     """
 
     hidden: int
@@ -77,6 +78,7 @@ class Step:
     gradient_bytes: float = 0.0
     activation_bytes: float = 0.0
     recompute_share: float = 1.0
+    deferred_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,9 @@ class Phase:
 
     def __add__(self, other: Phase) -> Phase:
         return Phase(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    def __mul__(self, share: float) -> Phase:
+        return Phase(**{name: share * value for name, value in vars(self).items()})
 
     def terms(self, rates: Rates) -> dict[str, float]:
         """Return the seconds that each part of the machine needs, and what makes up those of the cores."""
@@ -135,12 +140,8 @@ def computing_reads(step: Step) -> tuple[float, float]:
     return step.weight_bytes * forward, step.weight_bytes * backward
 
 
-def phases(step: Step, mode: str) -> tuple[Phase, Phase]:
-    """Return what forward and backward have to do.
-
-    Args:
-        mode: "overlap": AdamW with backward. "deferred": with the next forward, which takes the fresh weights from memory.
-    """
+def phases(step: Step) -> tuple[Phase, Phase]:
+    """Return what forward and backward have to do."""
     forward_read, backward_read = (step.streamed_weights * read for read in computing_reads(step))
     states = MOMENT_BYTES + (2 if step.split else 0)
     update = Phase(
@@ -148,35 +149,38 @@ def phases(step: Step, mode: str) -> tuple[Phase, Phase]:
         write_bytes=step.streamed_states * WRITTEN_BYTES * step.trained_parameters,
         adam_parameters=step.trained_parameters,
     )
-    if mode == "deferred" and not step.frozen:
-        # The update reads all weights; those of head and blocks are then at hand.
-        forward_read = step.streamed_weights * step.weight_bytes * step.trained_parameters
-        backward_read -= step.streamed_weights * step.weight_bytes * step.head_parameters
+    if not step.frozen:
+        # A deferred update reads the head before forward does, which then finds it in memory until backward.
+        head = step.streamed_weights * step.weight_bytes * step.head_parameters
+        forward_read += step.deferred_share * head
+        backward_read -= step.deferred_share * head
     block = step.tokens * (2.0 * step.block_parameters + 4.0 * step.sequence * step.hidden)
     blocks = step.num_blocks * block
     head = 2.0 * step.tokens * step.head_parameters
     gradients = 1 if step.frozen else 2  # of the input, and of the weights
-    forward = Phase(read_bytes=forward_read, write_bytes=step.activation_bytes, forward_flop=blocks)
+    forward = Phase(
+        read_bytes=forward_read + step.gradient_bytes,
+        write_bytes=step.activation_bytes,
+        forward_flop=blocks,
+    )
     backward = Phase(
         read_bytes=backward_read + step.activation_bytes,
+        write_bytes=step.gradient_bytes,
         forward_flop=head + step.recompute_share * blocks,
         backward_flop=gradients * (blocks + head),
     )
-    if mode == "overlap":
-        return forward, backward + update
-    waiting = Phase(read_bytes=step.gradient_bytes)
-    return forward + update + waiting, backward + Phase(write_bytes=step.gradient_bytes)
+    return forward + update * step.deferred_share, backward + update * (1 - step.deferred_share)
 
 
-def bounds(step: Step, mode: str, rates: Rates) -> dict[str, Any]:
-    """Return the shortest step in seconds: of the mode, and of any schedule ("ultimate"), with their terms.
+def bounds(step: Step, rates: Rates) -> dict[str, Any]:
+    """Return the shortest step in seconds: with its own phases ("mode"), and of any schedule ("ultimate"), with their terms.
 
     The ultimate bound takes neither gradients nor activations to the drives, and has every part of the machine busy
     throughout.
     """
-    named = dict(zip(("forward", "backward"), phases(step, mode), strict=True))
+    named = dict(zip(("forward", "backward"), phases(step), strict=True))
     terms = {name: phase.terms(rates) for name, phase in named.items()}
-    free = phases(replace(step, gradient_bytes=0, activation_bytes=0), "overlap")
+    free = phases(replace(step, gradient_bytes=0, activation_bytes=0))
     ultimate = (free[0] + free[1]).terms(rates)
     return {
         "mode_s": sum(longest(found) for found in terms.values()),

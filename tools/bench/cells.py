@@ -1,7 +1,8 @@
 """One cell of the table: what is run for it, and the record of figures that comes out.
 
-In this order: rates of the machine, forecast, the run itself, rates again, and the same training in memory. The bounds use
-the mean of both measurements of the rates; the forecast can only know the first.
+In this order: rates of the machine, forecast, the run itself, rates again, and the same training in memory. Forecast and
+run know the first rates, as the machine's profile. The bounds use the mean of both measurements of the drives, which drift, and
+the better one of the processor, which other programs can only slow down.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ class Cell:
     memory: str
 
     @property
+    def size(self) -> Size:
+        return SIZES[self.model]
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * SEQUENCE
+
+    @property
     def name(self) -> str:
         return f"{self.model} {self.method} {self.batch}x{SEQUENCE} {self.memory} {self.mode}"
 
@@ -52,9 +61,9 @@ class Bench:
     quick: bool
     dtype: str
     in_memory_steps: int
-    recompute_share: float
     extra: Sequence[str] = ()
     in_memory: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
 
     def model(self, name: str) -> Path:
         """Return a model's folder; the model is made when it is first wanted."""
@@ -65,16 +74,17 @@ class Bench:
         return folder
 
     def profile(self, name: str) -> Path:
-        """Return the file with this machine's profile and the model's block; measured when first wanted."""
+        """Return this machine's profile with the model's block, a file; measured when first wanted."""
         path = self.folder / f"profile-{name}.json"
         command = [*ssdtune("profile", str(self.folder), "--model", str(self.model(name)))]
         run(
             [*command, "--output", str(path), *(["--quick"] if self.quick else []), "-q"],
             self.folder,
         )
-        if not self.dtype:
-            fast = json.loads(path.read_text())["compute_dtypes"]
-            self.dtype = "bf16" if "bf16" in fast else "fp32"
+        found = json.loads(path.read_text())
+        self.dtype = self.dtype or ("bf16" if "bf16" in found["compute_dtypes"] else "fp32")
+        drive = ("file_system", "device", "direct", "backend", "request_bytes", "queue_depth")
+        self.machine = found["machine"] | {name: found["directories"][0][name] for name in drive}
         return path
 
     def rows(self, name: str, batch: int) -> Path:
@@ -84,13 +94,16 @@ class Bench:
         return path
 
     def rates(self, cell: Cell, profile: Path, fresh: Path) -> dict[str, Any]:
-        """Measure the machine as it is now."""
-        tokens = cell.batch * SEQUENCE
+        """Measure the machine as it is now.
+
+        Args:
+            fresh: Where the profile with these rates goes.
+        """
         effort = ("--seconds", "0.1", "--rounds", "1", "--size", "256MiB") if self.quick else ()
         return run_json(
             [
                 sys.executable, str(BENCH / "rates.py"), str(profile), str(self.model(cell.model)),
-                "--tokens", str(tokens), "--sequence", str(SEQUENCE), "--dtype", self.dtype,
+                "--tokens", str(cell.tokens), "--sequence", str(SEQUENCE), "--dtype", self.dtype,
                 "--fresh", str(fresh), *effort,
             ],
             self.folder,
@@ -118,7 +131,7 @@ def measure_cell(cell: Cell, bench: Bench) -> dict[str, Any]:
 
 
 def _measure(cell: Cell, bench: Bench, output: Path) -> dict[str, Any]:
-    profile, fresh = bench.profile(cell.model), bench.folder / "fresh.json"
+    profile, fresh = bench.profile(cell.model), bench.folder / "cache/ssdtune/profile.json"
     rates = [bench.rates(cell, profile, fresh)]
     flags = [
         str(bench.model(cell.model)), "--method", cell.method, "--train-file", str(bench.rows(cell.model, cell.batch)),
@@ -128,7 +141,7 @@ def _measure(cell: Cell, bench: Bench, output: Path) -> dict[str, Any]:
     ]  # fmt: skip
 
     def plan() -> dict[str, Any]:
-        command = ssdtune("plan", *flags, "--json", "--hardware", str(fresh))
+        command = ssdtune("plan", *flags, "--json")
         found: dict[str, Any] = run_json(command, bench.folder, codes=(0, 3))
         return found
 
@@ -144,15 +157,15 @@ def _measure(cell: Cell, bench: Bench, output: Path) -> dict[str, Any]:
     seen = run(command, bench.folder, metrics=output / "metrics.jsonl")
     lines = (output / "metrics.jsonl").read_text().splitlines()
     steps = [step for step in map(json.loads, lines) if step["event"] == "step"]
+    memory = json.loads((output / "plan.json").read_text())["memory"]
     shutil.rmtree(output)  # its export would still be on its way to the drives
     os.sync()
     if not bench.quick:
         rates.append(bench.rates(cell, profile, fresh))
     found = measured(cell, steps, seen, json.loads(seen.output))
-    step = step_of(cell, SIZES[cell.model], steps, planned, bench)
-    names = [f.name for f in fields(Rates)]
-    mean = {name: statistics.fmean(each[name] for each in rates) for name in names}
-    found["bound"] = bounds(step, cell.mode, Rates(**mean))
+    split, trained = bench.dtype == "bf16", planned["estimate"]["trained_parameters"]
+    step = step_of(cell, steps, memory, trained=trained, split=split)
+    found["bound"] = bounds(step, mean_rates(rates))
     found |= {"rates": rates, "plan": planned, "in_memory": _in_memory(cell, bench)}
     return found | comparisons(found)
 
@@ -162,22 +175,22 @@ def measured(
 ) -> dict[str, Any]:
     """Return a run's figures per step. The first step, which takes over the weights, and the last, which ends with all
     pending updates, don't count."""
-    counted, size = steps[1:-1], SIZES[cell.model]
+    counted, parameters = steps[1:-1], cell.size.parameters
     if len(seen.io) < len(steps) - 1:
         raise Failed("the run ended before its bytes could be read; more steps are needed")
     per_step = {}
     for number, way in enumerate(("read", "written")):
         moved = seen.io[len(steps) - 2][number] - seen.io[0][number]
         own = sum(sum(step[f"bytes_{way}"].values()) for step in counted)
-        per_step[f"kernel_{way}_bytes_per_parameter"] = moved / len(counted) / size.parameters
-        per_step[f"own_{way}_bytes_per_parameter"] = own / len(counted) / size.parameters
+        per_step[f"kernel_{way}_bytes_per_parameter"] = moved / len(counted) / parameters
+        per_step[f"own_{way}_bytes_per_parameter"] = own / len(counted) / parameters
     lanes = {
         lane: statistics.median(step["lane_s"][lane] for step in counted)
         for lane in counted[0]["lane_s"]
     }
     return {
-        "parameters": size.parameters,
-        "tokens": cell.batch * SEQUENCE,
+        "parameters": parameters,
+        "tokens": cell.tokens,
         "all_step_s": [step["step_s"] for step in steps],
         "step_s": statistics.median(step["step_s"] for step in counted),
         "lane_s": lanes,
@@ -188,28 +201,45 @@ def measured(
     }
 
 
+def mean_rates(rates: list[dict[str, Any]]) -> Rates:
+    """Return the mean of several measurements for the drives, the best for the processor."""
+    found = {}
+    for each in fields(Rates):
+        values = [measured[each.name] for measured in rates]
+        drives = each.name.startswith(("read", "write", "mixed"))
+        found[each.name] = statistics.fmean(values) if drives else max(values)
+    return Rates(**found)
+
+
 def step_of(
-    cell: Cell, size: Size, steps: list[dict[str, Any]], planned: dict[str, Any], bench: Bench
+    cell: Cell, steps: list[dict[str, Any]], memory: dict[str, Any], *, trained: int, split: bool
 ) -> Step:
-    """Return the work of a step; how much of it is cached follows from the bytes of the middle steps."""
-    counted = steps[1:-1]
+    """Return the work of a step as it was planned; how much is cached follows from the bytes of the middle steps.
+
+    Args:
+        memory: The run's memory plan.
+        trained: Elements that the optimizer updates.
+        split: The master weight is in two halves.
+    """
+    counted, size, frozen = steps[1:-1], cell.size, cell.method == "lora"
 
     def moved(way: str, kind: str) -> float:
         return statistics.fmean(step[f"bytes_{way}"].get(kind, 0) for step in counted)
 
-    trained = planned["estimate"]["trained_parameters"]
-    frozen = cell.method == "lora"
-    split = bench.dtype == "bf16"
+    blocks = {f"block.{number}": size.block_parameters for number in range(size.blocks)}
+    ends = {"embed": size.head_parameters, "head": size.head_parameters}
+    sizes = blocks if frozen else blocks | ends
+    deferred = sum(sizes.get(stage, 0) for stage in memory["deferred"])
     step = Step(
         hidden=size.hidden, num_blocks=size.blocks, block_parameters=size.block_parameters,
-        head_parameters=size.head_parameters, tokens=cell.batch * SEQUENCE, sequence=SEQUENCE,
+        head_parameters=size.head_parameters, tokens=cell.tokens, sequence=SEQUENCE,
         trained_parameters=trained, frozen=frozen, weight_bytes=2 if split or frozen else 4, split=split,
         gradient_bytes=moved("written", "gradients"), activation_bytes=moved("written", "activations"),
-        recompute_share=bench.recompute_share,
+        recompute_share=1 - len(memory["kept"]) / size.blocks, deferred_share=deferred / sum(sizes.values()),
     )  # fmt: skip
     states = min(1.0, moved("written", "moments") / (8 * trained))
     weights = min(1.0, moved("read", "weights") / sum(computing_reads(step))) if frozen else states
-    return Step(**{**vars(step), "streamed_states": states, "streamed_weights": weights})
+    return replace(step, streamed_states=states, streamed_weights=weights)
 
 
 def _in_memory(cell: Cell, bench: Bench) -> dict[str, Any]:

@@ -38,10 +38,13 @@ class Watched:
     peak_bytes: int = 0
 
 
-def environment() -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
+    """Return the variables of a program: this checkout, no network, no card, and the profile kept in the folder."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, **offline, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    own = {"XDG_CACHE_HOME": str(folder / "cache")}
+    path = os.pathsep.join(filter(None, paths))
+    return {**os.environ, **offline, **own, "PYTHONPATH": path}
 
 
 def run(
@@ -54,7 +57,7 @@ def run(
     """Run a program to its end.
 
     Args:
-        folder: Where its output is kept meanwhile.
+        folder: Where its output is kept meanwhile, and ssdtune's profile of the machine in `cache`.
         metrics: The metrics.jsonl that it will write.
         codes: Exit codes that are an answer.
 
@@ -64,7 +67,7 @@ def run(
     seen = Watched()
     log, result = folder / "log.txt", folder / "output.txt"
     with log.open("wb") as errors, result.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=errors, env=environment())
+        process = subprocess.Popen(command, stdout=output, stderr=errors, env=environment(folder))
         try:
             while True:
                 ended, status, usage = os.wait4(process.pid, os.WNOHANG)

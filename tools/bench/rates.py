@@ -19,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-TOOLS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TOOLS.parent))
-sys.path.insert(0, str(TOOLS))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from compare_fio import FIO_ENGINES, PAUSE_S, fio_rate
 
@@ -38,7 +37,7 @@ def measure_drives(
 ) -> dict[str, Any]:
     """Return bytes per second by kind of both programs, and the seconds of a core that a byte costs us."""
     setting = (known.request_bytes, known.queue_depth)
-    engine = FIO_ENGINES.get(known.backend) if shutil.which("fio") else None
+    engine = FIO_ENGINES.get(known.backend, "io_uring") if shutil.which("fio") else None
     own: dict[str, list[float]] = {kind: [] for kind in KINDS}
     fio: dict[str, list[float]] = {kind: [] for kind in KINDS}
     cpu_s, moved_bytes = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
@@ -85,12 +84,15 @@ def measure_adam(seconds: float) -> AdamPoint:
     return AdamPoint(form=forms()[0], threads=threads, parameters_per_s=work.size / taken)
 
 
-def measure_block(model: str, tokens: int, sequence: int, seconds: float) -> BlockProfile:
-    """Return the model's block with micro-batches of the cell's tokens, in both precisions."""
+def measure_block(
+    model: str, tokens: int, sequence: int, dtype: str, seconds: float
+) -> BlockProfile:
+    """Return the model's block with micro-batches of the cell's tokens, in the run's precision."""
     from ssdtune.device import open_device
     from ssdtune.hardware import blocks
 
-    blocks.SEQUENCE = sequence  # the profile's own micro-batches have longer rows
+    # The profile has longer rows and both precisions; here all the time is for what the run computes.
+    blocks.SEQUENCE, blocks.DTYPES = sequence, (dtype,)
     (found,) = blocks.measure_blocks(
         model, tokens=(tokens,), seconds=seconds, device=open_device("cpu")
     )
@@ -130,7 +132,7 @@ def main() -> int:
         profile.directories[0], seconds=args.seconds, rounds=args.rounds, size=args.size
     )
     adam = measure_adam(args.seconds)
-    block = measure_block(args.model, args.tokens, args.sequence, 4 * args.seconds)
+    block = measure_block(args.model, args.tokens, args.sequence, args.dtype, 4 * args.seconds)
     point = next((point for point in block.points if point.dtype == args.dtype), None)
     if point is None:
         raise SystemExit(f"error: no figures for {args.dtype}: {'; '.join(block.notes)}")

@@ -32,6 +32,19 @@ def render(records: Sequence[Record]) -> str:
     return "\n\n".join(texts)
 
 
+def describe(machine: dict[str, Any], *, dtype: str, steps: int) -> str:
+    """Return a line on the machine, as its profile has it, and the settings of all cells."""
+    if not machine:
+        return ""
+    direct = "direct" if machine["direct"] else "buffered"
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / GIB:.1f} GiB; "
+        f"{machine['file_system']} on {machine['device']}, rates with {machine['backend']}, {direct}, "
+        f"{machine['queue_depth']} requests of {machine['request_bytes'] >> 10} KiB; "
+        f"ssdtune {machine['ssdtune']}, torch {machine['torch']}; {dtype}, {steps} steps.\n"
+    )
+
+
 def _table(records: Sequence[Record], columns: dict[str, Callable[[Record], str]]) -> str:
     lines = [f"| {' | '.join(columns)} |", "|---" + "|--:" * (len(columns) - 1) + "|"]
     for record in records:
