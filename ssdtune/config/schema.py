@@ -164,6 +164,12 @@ class MemoryConfig:
     activations: str = setting(
         "auto", "where block inputs wait for the backward pass", choices=("auto", "host", "ssd")
     )
+    recompute: str = setting(
+        "auto",
+        "run blocks again in the backward pass (gradient checkpointing) or keep their activations in memory; "
+        "auto keeps what finds room",
+        choices=("auto", "always", "never"),
+    )
     compute_threads: int | None = setting(None, "threads of torch's CPU kernels", low=1)
 
 
