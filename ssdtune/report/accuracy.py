@@ -203,5 +203,7 @@ def _difference(figure: Figure) -> str:
     """Return how much more or less was measured, in parentheses; "" if it is hardly anything."""
     if figure.ratio is None or abs(figure.ratio - 1) < 0.005:
         return ""
+    if figure.ratio >= 2:
+        return f" ({figure.ratio:.3g} times that)"
     more = "more" if figure.ratio > 1 else "less"
     return f" ({abs(figure.ratio - 1):.0%} {more})"
