@@ -87,7 +87,9 @@ def test_corrections_are_compared_with_what_was_last_said_and_wait_their_turn() 
     drift = Drift(10.0, 1000)
     said = feed(drift, [10.0] + [12.0] * 3 + [20.0] * 60)
     assert [step for step, _ in said] == [4, 4 + QUIET_STEPS]
-    assert said[1][1].startswith("steps now take 20 s, 12 s before and 10 s expected (2 times that);")
+    assert said[1][1].startswith(
+        "steps now take 20 s, 12 s before and 10 s expected (2 times that);"
+    )
     assert feed(drift, [10.0] * 7, first=65)[0][1] == (
         "steps now take 10 s, 20 s before and 10 s expected; the other 932 take about 2 h 35 min"
     )
