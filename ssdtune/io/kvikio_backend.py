@@ -149,7 +149,7 @@ class KvikioBackend(FileBackend):
         # A thread asks kvikio for results, so that a waiting main thread can be interrupted and loses none.
         self._thread = threading.Thread(target=self._settle, name="ssdtune-kvikio", daemon=True)
         self._thread.start()
-        logger.debug("%s", self.describe())
+        logger.info("I/O backend %s", self.describe())
 
     def describe(self) -> KvikioState:
         """Return what kvikio says of itself and of what it has moved."""

@@ -9,6 +9,7 @@ import types
 import pytest
 
 from ssdtune.errors import BackendUnavailableError
+from ssdtune.io.kvikio_backend import _KvikioTransfer
 from ssdtune.io.kvikio_probe import explain, kvikio_problem
 from ssdtune.io.select import BACKENDS, open_backend
 
@@ -95,3 +96,34 @@ def test_auto_does_not_choose_it():
 )
 def test_errors_of_kvikio_become_numbers(text, number, hint):
     assert explain(RuntimeError(text)) == (number, hint)
+
+
+@pytest.mark.parametrize(
+    ("results", "outcome"),
+    [
+        ((4096, 4096, 100), (0, 8292)),
+        ((4096, 4096, 4), (0, 8196)),
+        ((4096, 4000, 100), (0, 8096)),  # what comes after a gap does not count
+        ((4096, RuntimeError("POSIX error on pread: Input/output error"), 50), (errno.EIO, 4096)),
+        ((1000, RuntimeError("POSIX error on pread: Input/output error"), 100), (0, 1000)),
+    ],
+)
+def test_a_transfer_ends_at_its_first_short_request(results, outcome):
+    # cuFile returns what it moved and fails no short read; it cannot be had without a card
+    class Future:
+        def __init__(self, result):
+            self.result = result
+
+        def get(self):
+            if isinstance(self.result, Exception):
+                raise self.result
+            return self.result
+
+    futures = [Future(result) for result in results]
+    transfer = _KvikioTransfer(
+        [(0, 4096, futures[0]), (4096, 4096, futures[1]), (8192, 100, futures[2])], 8292
+    )
+    assert not transfer.done()
+    transfer.settle()
+    assert transfer.done()
+    assert transfer.wait() == outcome
