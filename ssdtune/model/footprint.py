@@ -45,7 +45,9 @@ def kept_bytes(blocks: BlockModel, sequences: int, length: int) -> int | None:
                 for part in blocks.layout.stages[f"block.{number}"].parts
                 for spec in part.tensors
             }
-            given = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
+            given = [
+                t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)
+            ]
             shared = {_storage(tensor) for tensor in (*given, *weights.values())}
             saved: dict[int, torch.UntypedStorage] = {}
 
@@ -78,7 +80,9 @@ def _enter(
     }
     ids = torch.zeros(sequences, length, dtype=torch.long, device=blocks.device)
     with torch.no_grad():
-        entry = blocks.enter(outer, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, False)
+        entry = blocks.enter(
+            outer, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, False
+        )
     return entry.hidden, entry.calls[number]
 
 

@@ -12,7 +12,7 @@ their slot, and the forward pass that follows a pending update finds the new one
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ssdtune.plan.schedule import Kind, Lane, Schedule
 
@@ -171,9 +171,9 @@ class _Updates:
             complete: What must be over before the gradient is used.
 
         Returns:
-            What must be over before the new weights are used, and before slot and gradient are used again.
+            What must be over before the new weights are used, and before the slot is used again.
         """
-        add, computed, over = self.schedule.add, [], []
+        add, computed, written = self.schedule.add, [], []
         readable = tuple(readable)
         for number, piece in enumerate(self.shape.stage(stage).pieces):
             if not piece.streamed:
@@ -182,7 +182,6 @@ class _Updates:
                     gradient_slot=gradient_slot, num_elements=piece.numel,
                 )  # fmt: skip
                 computed.append(done)
-                over.append(done)
                 continue
             chunk = f"chunk.{self.next}"
             self.next = (self.next + 1) % self.shape.chunk_slots
@@ -197,14 +196,14 @@ class _Updates:
                 with_weights=with_weights, num_bytes=read, **common,
             )  # fmt: skip
             done = add(Lane.ADAM, Kind.UPDATE, stage, after=(loaded, complete), **common)
-            written = piece.state_bytes + piece.weight_bytes
             saved = add(
-                Lane.STATES_WRITE, Kind.SAVE_STATES, stage, after=(done,), num_bytes=written, **common
-            )
+                Lane.STATES_WRITE, Kind.SAVE_STATES, stage, after=(done,),
+                num_bytes=piece.state_bytes + piece.weight_bytes, **common,
+            )  # fmt: skip
             self.released[chunk] = saved
             computed.append(done)
-            over.append(saved)
-        return computed, over
+            written.append(saved)
+        return computed, written
 
 
 class _Weights:
@@ -259,25 +258,28 @@ class _Weights:
 
     def _fill(self, slot: _Slot, stage: str) -> None:
         shape, sizes = self.shape, self.shape.stage(stage)
-        free, here = slot.uses, []
+        free, here, reads = slot.uses, [], False
         updates = shape.pending and stage in shape.deferred and stage not in self.updated
         slot.stage, slot.uses = stage, []
         if updates:
             gradient = gradient_slot(shape, stage)
-            here, over = self.updates.emit(
+            here, written = self.updates.emit(
                 stage, slot, with_weights=True, gradient_slot=gradient, readable=free
             )
-            self.updated[stage] = over
-            slot.uses += over
+            self.updated[stage] = written
+            slot.uses += written
+            reads = bool(written)
         if not updates or sizes.frozen_bytes:
             after = (*free, *([] if updates else self.updated.get(stage, [])))
             load = self.schedule.add(
                 Lane.SSD_READ, Kind.LOAD, stage, after=after, slot=slot.name, with_weights=not updates,
                 num_bytes=sizes.frozen_bytes if updates else sizes.load_bytes,
             )  # fmt: skip
-            here = [*here, load]
+            here, reads = [*here, load], True
             self.first_load.setdefault(stage, load)
-        slot.ready = self.schedule.add(Lane.H2D, Kind.UPLOAD, stage, after=here, slot=slot.name)
+        # Where all of it stays in memory only the device's side of the slot is filled.
+        after = here if reads else [*here, *free]
+        slot.ready = self.schedule.add(Lane.H2D, Kind.UPLOAD, stage, after=after, slot=slot.name)
 
     def update(self, stage: str, gradient: str, complete: int) -> list[int]:
         """Emit the update of a stage whose gradient is complete, and return when the gradient has served."""
@@ -285,12 +287,12 @@ class _Weights:
         holder = next((slot for slot in slots if slot.stage == stage), None)
         slot = holder or self._choose(stage, len(self.visits))
         readable = [self.first_load[stage], *([] if holder else slot.uses)]
-        computed, over = self.updates.emit(
+        computed, written = self.updates.emit(
             stage, slot, with_weights=holder is None, gradient_slot=gradient, readable=readable,
             complete=complete,
         )  # fmt: skip
         slot.stage = stage
-        slot.uses += over
+        slot.uses += written
         return computed
 
 
@@ -339,7 +341,9 @@ class _Gradients:
         elif stage in shape.gradients_on_ssd:
             size = 4 * shape.stage(stage).trained_numel
             over = [
-                add(Lane.SSD_WRITE, Kind.SAVE_GRADIENT, stage, after=over, slot=slot, num_bytes=size)
+                add(
+                    Lane.SSD_WRITE, Kind.SAVE_GRADIENT, stage, after=over, slot=slot, num_bytes=size
+                )
             ]
         self.released[slot] = over
 
@@ -399,7 +403,7 @@ def generate_training_step(shape: StepShape) -> Schedule:
 
 def generate_evaluation(shape: StepShape) -> Schedule:
     """Return the schedule of one forward pass that only computes losses."""
-    return _generate(shape, training=False)
+    return _generate(replace(shape, pending=False), training=False)
 
 
 def generate_flush(shape: StepShape) -> Schedule:
@@ -409,10 +413,11 @@ def generate_flush(shape: StepShape) -> Schedule:
     for number, stage in enumerate(s for s in stages_of(shape) if s in shape.deferred):
         slots = weights.slots[weights._class(stage)]
         slot = slots[number % len(slots)]
-        _, slot.uses = weights.updates.emit(
+        _, written = weights.updates.emit(
             stage, slot, with_weights=True, gradient_slot=gradient_slot(shape, stage),
             readable=slot.uses,
         )  # fmt: skip
+        slot.uses += written
     return schedule
 
 
@@ -476,7 +481,12 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
                 if training and visit.kind == Kind.LOSS:
                     place, free = gradients.slot(stage), gradients.free(stage)
                 last = add(
-                    Lane.COMPUTE, visit.kind, stage, after=(*ready, *free), micro_batch=m, slot=place
+                    Lane.COMPUTE,
+                    visit.kind,
+                    stage,
+                    after=(*ready, *free),
+                    micro_batch=m,
+                    slot=place,
                 )
         slot.uses.append(last)
         is_complete = visit.kind == Kind.BACKWARD or (visit.kind == Kind.LOSS and not shape.tied)

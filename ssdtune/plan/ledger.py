@@ -265,7 +265,10 @@ class Ledger:
             load = t.weight_bytes * weights if streamed else 0
             states = 10 if t.split_master else 8
             piece = Piece(
-                trained // pieces, t.weight_bytes * trained // pieces, states * trained // pieces, streamed
+                trained // pieces,
+                t.weight_bytes * trained // pieces,
+                states * trained // pieces,
+                streamed,
             )
             # An adapter comes beside the weights and is no part of `stage_parameters`.
             frozen = load if t.adapter_parameters else 0
@@ -304,10 +307,18 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
         case Kind.UPLOAD:
             return Work(h2d_bytes=stage.upload_bytes)
         case Kind.FORWARD:
-            held = () if operation.input_slot else (("host", ledger.kept_bytes(operation.kept, micro)),)
+            held = (
+                ()
+                if operation.input_slot
+                else (("host", ledger.kept_bytes(operation.kept, micro)),)
+            )
             return replace(scaled(ledger.forward(), micro), acquires_bytes=held)
         case Kind.BACKWARD:
-            held = () if operation.input_slot else (("host", ledger.kept_bytes(operation.kept, micro)),)
+            held = (
+                ()
+                if operation.input_slot
+                else (("host", ledger.kept_bytes(operation.kept, micro)),)
+            )
             work = ledger.backward(recompute=not operation.kept)
             return replace(scaled(work, micro), releases_bytes=held)
         case Kind.SAVE_INPUT:
@@ -321,7 +332,9 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
         case Kind.SAVE_GRADIENT:
             return Work(write_bytes=moved, requests=requests)
         case Kind.LOAD_STATES:
-            count = 2 + training.split_master + operation.with_weights + (not operation.gradient_slot)
+            count = (
+                2 + training.split_master + operation.with_weights + (not operation.gradient_slot)
+            )
             return Work(read_bytes=moved, requests=count * states)
         case Kind.UPDATE:
             elements = operation.num_elements

@@ -103,7 +103,13 @@ class Schedule:
     operations: list[Operation] = field(default_factory=list)
 
     def add(
-        self, lane: Lane, kind: Kind, stage: str = "", *, after: Iterable[int | None] = (), **fields: Any
+        self,
+        lane: Lane,
+        kind: Kind,
+        stage: str = "",
+        *,
+        after: Iterable[int | None] = (),
+        **fields: Any,
     ) -> int:
         """Append an operation and return its index. `after` may hold None for "nothing to wait for"."""
         index = len(self.operations)

@@ -107,7 +107,9 @@ class OutOfCoreAdam:
             default=0,
         )
         self._slots = {
-            f"chunk.{i}": torch.frombuffer(pool.take(size, "optimizer chunks").view, dtype=torch.uint8)
+            f"chunk.{i}": torch.frombuffer(
+                pool.take(size, "optimizer chunks").view, dtype=torch.uint8
+            )
             for i in range(swap.plan.chunk_slots if size else 0)
         }
 

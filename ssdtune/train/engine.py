@@ -321,7 +321,9 @@ class Engine:
         with torch.no_grad():
             self._seed_stage(m, 1 + number)
             call = state.entries[m].calls[number]
-            state.hidden[m] = self.blocks.run_block(number, self._leaves(stage, False), call, hidden)
+            state.hidden[m] = self.blocks.run_block(
+                number, self._leaves(stage, False), call, hidden
+            )
 
     def _run_block(
         self, stage: str, number: int, m: int, hidden: torch.Tensor
@@ -428,7 +430,10 @@ def model_inputs(batch: Batch, where: torch.device) -> dict[str, torch.Tensor]:
 
 
 def make_step_shape(
-    layout: ModelLayout, plan: MemoryPlan, pieces: Mapping[str, Sequence[PartPiece]], input_bytes: int
+    layout: ModelLayout,
+    plan: MemoryPlan,
+    pieces: Mapping[str, Sequence[PartPiece]],
+    input_bytes: int,
 ) -> StepShape:
     """Return the shape of a step for the generator, from the model's layout and the memory plan.
 
