@@ -1,0 +1,227 @@
+"""The benchmark of steps: its arithmetic by hand, what it refuses, and a whole cell of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from bench.bounds import Rates, Step, bounds, drive_seconds, phases
+from bench.cells import Cell, comparisons, measured, step_of
+from bench.models import SIZES, write_rows
+from bench.process import Failed, Watched, run, run_json
+from bench.table import render
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+RATES = Rates(
+    read_bytes_per_s=1, write_bytes_per_s=1, mixed_bytes_per_s=1, read_cpu_s_per_byte=0, write_cpu_s_per_byte=0,
+    memory_bytes_per_s=1e9, adam_parameters_per_s=1e9, forward_flop_per_s=1e12, backward_flop_per_s=1e12, cores=2,
+)  # fmt: skip
+STEP = Step(
+    hidden=4, num_blocks=2, block_parameters=100, head_parameters=10, tokens=8, sequence=8, trained_parameters=220,
+    frozen=False, weight_bytes=2, split=True,
+)  # fmt: skip
+DEFERRED = replace(STEP, deferred_share=1.0)
+
+
+def test_bytes_of_the_phases() -> None:
+    forward, backward = phases(STEP)
+    assert (forward.read_bytes, forward.write_bytes) == (2 * 210, 0)
+    # One block is still there, low halves and moments are 10 bytes.
+    assert (backward.read_bytes, backward.write_bytes) == (2 * 110 + 10 * 220, 12 * 220)
+    forward, backward = phases(DEFERRED)
+    assert (forward.read_bytes, forward.write_bytes) == (12 * 220, 12 * 220)
+    assert (backward.read_bytes, backward.write_bytes) == (2 * 100, 0)
+
+
+def test_fp32_moves_28_bytes_less_what_is_used_once() -> None:
+    step = replace(STEP, weight_bytes=4, split=False)
+    forward, backward = phases(step)
+    total = forward + backward
+    once = 4 * (2 * 10 + 100)  # embedding, head, last block
+    assert total.read_bytes + total.write_bytes == 28 * 220 - once
+
+
+def test_flop_of_the_phases() -> None:
+    forward, backward = phases(replace(STEP, recompute_share=0.5))
+    blocks = 2 * 8 * (2 * 100 + 4 * 8 * 4)
+    head = 2 * 8 * 10
+    assert forward.forward_flop == blocks
+    assert backward.forward_flop == head + 0.5 * blocks
+    assert backward.backward_flop == 2 * (blocks + head)
+    assert phases(replace(STEP, frozen=True))[1].backward_flop == blocks + head
+
+
+def test_gradients_that_wait_on_drives_count_for_the_mode_only() -> None:
+    waiting = replace(DEFERRED, gradient_bytes=880)
+    assert bounds(waiting, RATES)["mode_s"] == bounds(DEFERRED, RATES)["mode_s"] + 2 * 880
+    assert bounds(waiting, RATES)["ultimate_s"] == bounds(DEFERRED, RATES)["ultimate_s"]
+
+
+def test_blocks_adam_and_io_share_the_cores() -> None:
+    slow = replace(
+        RATES, read_bytes_per_s=1e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1e9,
+        adam_parameters_per_s=100, forward_flop_per_s=1000, write_cpu_s_per_byte=0.01,
+    )  # fmt: skip
+    found = bounds(STEP, slow)["terms_s"]["backward"]
+    assert found["adam"] == 2.2
+    assert found["io_cpu"] == pytest.approx(12 * 220 * 0.01 / 2)
+    assert found["cores"] == found["compute"] + found["adam"] + found["io_cpu"]
+
+
+def test_drives_take_the_faster_way() -> None:
+    duplex, busy = replace(RATES, mixed_bytes_per_s=2), replace(RATES, mixed_bytes_per_s=0.5)
+    assert drive_seconds(10, 4, duplex) == 10
+    assert drive_seconds(10, 4, busy) == 14
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0.1, 1e4), st.floats(0.1, 1e4))
+def test_no_mode_is_faster_than_any_schedule(
+    deferred: float, streamed: float, again: float, drives: float, cores: float
+) -> None:
+    step = replace(
+        STEP, deferred_share=deferred, streamed_states=streamed, streamed_weights=streamed, recompute_share=again,
+        activation_bytes=50,
+    )  # fmt: skip
+    rates = replace(
+        RATES, read_bytes_per_s=drives, mixed_bytes_per_s=1.5 * drives, adam_parameters_per_s=cores,
+        forward_flop_per_s=100 * cores,
+    )  # fmt: skip
+    found = bounds(step, rates)
+    assert found["ultimate_s"] <= found["mode_s"] * (1 + 1e-9)
+
+
+def test_sizes_are_what_they_are_called() -> None:
+    for name in ("0.13B", "0.37B", "1.1B"):
+        assert SIZES[name].parameters / 1e9 == pytest.approx(float(name[:-1]), rel=0.035)
+
+
+def test_rows_have_one_length(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 5, 256, 512)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {len(row[key]) for row in rows for key in ("input_ids", "labels")} == {256}
+    assert max(max(row["input_ids"]) for row in rows) < 512
+
+
+CELL = Cell("tiny", "full", 1, "overlap", "streamed")
+PARAMETERS = SIZES["tiny"].parameters
+
+
+def steps(seconds: list[float]) -> list[dict[str, Any]]:
+    read, written = {"moments": 8 * PARAMETERS}, {"moments": 4 * PARAMETERS}
+    return [
+        {"step_s": s, "lane_s": {"compute": s / 2}, "bytes_read": read, "bytes_written": written}
+        for s in seconds
+    ]
+
+
+def test_first_and_last_step_do_not_count() -> None:
+    io = [
+        (100, 0),
+        *[(100 + i * 2 * PARAMETERS, i * PARAMETERS) for i in (1, 2, 3)],
+        (10**9, 10**9),
+    ]
+    result = {"peak_memory_bytes": 90, "planned_memory_bytes": 110, "losses": []}
+    found = measured(CELL, steps([9, 1, 2, 4, 9]), Watched("", io, peak_bytes=100), result)
+    assert found["step_s"] == 2
+    assert found["lane_s"] == {"compute": 1}
+    assert found["kernel_read_bytes_per_parameter"] == 2
+    assert found["kernel_written_bytes_per_parameter"] == 1
+    assert found["own_read_bytes_per_parameter"] == 8
+    assert found["peak_memory_bytes"] == 100
+    with pytest.raises(Failed, match="more steps are needed"):
+        measured(CELL, steps([9, 1, 9]), Watched("", io[:1]), result)
+
+
+def test_work_follows_the_plan_and_the_bytes() -> None:
+    memory = {"deferred": ["head", "embed"], "kept": ["block.0"]}
+    step = step_of(CELL, steps([1, 1, 1]), memory, trained=PARAMETERS, split=True)
+    assert step.streamed_states == step.streamed_weights == 0.5
+    size = SIZES["tiny"]
+    assert step.deferred_share == pytest.approx(2 * size.head_parameters / PARAMETERS, rel=1e-2)
+    assert step.recompute_share == pytest.approx(2 / 3)
+
+
+def test_errors_and_ratios() -> None:
+    found = comparisons(
+        {
+            "step_s": 2.0, "planned_memory_bytes": 110, "peak_memory_bytes": 100, "in_memory": {"step_s": [9, 1, 1]},
+            "plan": {"forecast": {"step_s": 1.5}}, "bound": {"mode_s": 1.6, "ultimate_s": 1.0},
+        }
+    )  # fmt: skip
+    assert found["forecast_error"] == -0.25
+    assert found["memory_error"] == pytest.approx(0.1)
+    assert (found["to_bound"], found["to_ultimate"], found["to_in_memory"]) == (1.25, 2.0, 2.0)
+
+
+def test_a_failed_program_is_told_of(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; print('{}'); sys.exit('the reason')"]
+    with pytest.raises(Failed, match=r"exit code 1 of.*\n.*the reason"):
+        run(command, tmp_path)
+    assert run_json(command, tmp_path, codes=(0, 1)) == {}
+
+
+def bench(*arguments: str, timeout: int = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOLS / "bench_steps.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "OMP_WAIT_POLICY": "passive"},  # other tests run at the same time
+    )
+
+
+def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "ssdtune-bench").mkdir()
+    (tmp_path / "ssdtune-bench/mine").touch()
+    result = bench("--models", "tiny", "--quick", "--work-dir", str(tmp_path))
+    assert result.returncode == 1
+    assert "was not made by this script" in result.stderr
+    assert (tmp_path / "ssdtune-bench/mine").exists()
+
+
+@pytest.mark.parametrize(
+    "flags", [("--steps", "2"), ("--in-memory-steps", "1"), ("--batches", "0")]
+)
+def test_settings_that_measure_nothing_are_refused(tmp_path: Path, flags: tuple[str, str]) -> None:
+    result = bench(*flags, "--work-dir", str(tmp_path))
+    assert result.returncode == 2
+    assert f"{flags[0]} must be" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(400)
+def test_a_cell_of_a_tiny_model(tmp_path: Path) -> None:
+    result = bench(
+        "--quick", "--models", "tiny", "--methods", "full", "--batches", "1", "--memories", "streamed",
+        "--modes", "overlap", "--steps", "3", "--in-memory-steps", "2", "--work-dir", str(tmp_path),
+        "--json", timeout=380,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert list(tmp_path.iterdir()) == []
+    document = json.loads(result.stdout)
+    (record,) = document["cells"]
+    assert len(record["all_step_s"]) == 3
+    for way in ("read", "written"):
+        own = record[f"own_{way}_bytes_per_parameter"]
+        assert 12 < own < 17
+        if document["machine"]["file_system"] not in ("tmpfs", "overlay"):
+            assert record[f"kernel_{way}_bytes_per_parameter"] > 0
+    assert record["to_bound"] > 0
+    assert record["in_memory_s"] > 0
+    assert record["forecast_s"] > 0
+    assert record["peak_memory_bytes"] > 100 << 20
+    text = render([record, {"name": "another", "skipped": "too large"}])
+    assert text.count("| tiny full 1x256 streamed overlap |") == 3
+    assert text.endswith("another: too large")
