@@ -258,7 +258,8 @@ class _Weights:
 
     def _fill(self, slot: _Slot, stage: str) -> None:
         shape, sizes = self.shape, self.shape.stage(stage)
-        free, here, reads = slot.uses, [], False
+        free, reads = slot.uses, False
+        here: list[int] = []
         updates = shape.pending and stage in shape.deferred and stage not in self.updated
         slot.stage, slot.uses = stage, []
         if updates:
@@ -270,9 +271,9 @@ class _Weights:
             slot.uses += written
             reads = bool(written)
         if not updates or sizes.frozen_bytes:
-            after = (*free, *([] if updates else self.updated.get(stage, [])))
+            waits = [*free, *([] if updates else self.updated.get(stage, []))]
             load = self.schedule.add(
-                Lane.SSD_READ, Kind.LOAD, stage, after=after, slot=slot.name, with_weights=not updates,
+                Lane.SSD_READ, Kind.LOAD, stage, after=waits, slot=slot.name, with_weights=not updates,
                 num_bytes=sizes.frozen_bytes if updates else sizes.load_bytes,
             )  # fmt: skip
             here, reads = [*here, load], True

@@ -247,6 +247,16 @@ class Ledger:
         share = 1 + share * self.training.backward_slowness
         return Work(flop=share * 2.0 * self.model.head_parameters * self.training.tokens)
 
+    def update(self, elements: float, *, read: float, write: float, requests: float) -> Work:
+        """Return AdamW over so many elements that reads and writes so many bytes of each."""
+        return Work(
+            read_bytes=read * elements,
+            write_bytes=write * elements,
+            requests=requests,
+            adam_elements=elements,
+            dram_bytes=ADAM_DRAM_BYTES * elements,
+        )
+
     def stages(self, resident: Collection[str] = (), pieces: int = 1) -> dict[str, StageShape]:
         """Return the stages' sizes for the generator of schedules.
 
