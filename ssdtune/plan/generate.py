@@ -62,6 +62,25 @@ class StageShape:
         return sum(piece.numel for piece in self.pieces)
 
 
+def merged(stage: StageShape, most: int) -> StageShape:
+    """Return a stage with no more than so many pieces, each the sum of neighbours: a coarser schedule."""
+    streamed = [piece for piece in stage.pieces if piece.streamed]
+    size = -(-len(streamed) // most)
+    if size <= 1:
+        return stage
+    groups = [streamed[i : i + size] for i in range(0, len(streamed), size)]
+    sums = [
+        Piece(
+            sum(piece.numel for piece in group),
+            sum(piece.weight_bytes for piece in group),
+            sum(piece.state_bytes for piece in group),
+        )
+        for group in groups
+    ]
+    kept = [piece for piece in stage.pieces if not piece.streamed]
+    return replace(stage, pieces=(*kept, *sums))
+
+
 @dataclass(frozen=True)
 class StepShape:
     """What the generator must know.

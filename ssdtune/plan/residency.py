@@ -115,7 +115,7 @@ class MemoryPlan:
     chunk_slots: int = CHUNK_SLOTS
     chunk_bytes: int = 16 * MIB
     budget_bytes: int = 0
-    breakdown: dict[str, int] = field(default_factory=dict)
+    breakdown: dict[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def host_bytes(self) -> int:
@@ -143,12 +143,14 @@ class Proportions:
             room in the end.
         block_slots, chunk_slots: At most; fewer if memory is short.
         deferred_stages: Without clipping, so many stages, the first ones of a step, are updated in the next step.
+        inputs_on_ssd: Block inputs go to SSD though they would find room.
     """
 
     kept_blocks: int | None = None
     block_slots: int = 3
     chunk_slots: int = CHUNK_SLOTS
     deferred_stages: int = 0
+    inputs_on_ssd: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class _Planner:
             return self._priced(plan)
         if wanted.kept_blocks and self._may_keep:
             plan = self._keep(plan, wanted.kept_blocks)
-        if limits.activations == "auto":
+        if limits.activations == "auto" and not wanted.inputs_on_ssd:
             plan = self._if_fits(plan, input_slots=0)
         for stage in self.trained:
             plan = self._if_fits(plan, gradients_on_ssd=plan.gradients_on_ssd - {stage})

@@ -14,16 +14,20 @@ import torch
 from ssdtune.errors import ConfigError
 from ssdtune.hardware.profile import Rates
 from ssdtune.model.layout import ModelLayout, Stage
-from ssdtune.plan.generate import EMBED, HEAD, generate_training_step
+from ssdtune.plan.generate import EMBED, HEAD, generate_training_step, merged
 from ssdtune.plan.hardware import Hardware
 from ssdtune.plan.ledger import Ledger, ModelShape, TrainingShape, work_of
 from ssdtune.plan.residency import MemoryPlan
-from ssdtune.plan.simulator import simulate
+from ssdtune.plan.schedule import Schedule
+from ssdtune.plan.simulator import Simulation, simulate
 from ssdtune.report.timeline import Bar, draw
 from ssdtune.swap.update import pieces_of
 from ssdtune.train.engine import make_step_shape
 from ssdtune.train.prepare import Prepared
 from ssdtune.units import format_time
+
+MOST_OPERATIONS = 2000
+"""About so many operations of updates a quick simulation has."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,8 @@ class Forecast:
             for name, seconds in self.resource_s.items()
             if seconds
         )
-        run = f", {format_time(self.run_s)} for the run" if self.run_s is not None else ""
         return (
-            f"expected  {format_time(self.step_s)} per step ({self.tokens_per_s:.3g} tokens/s){run}; "
+            f"expected  {format_time(self.step_s)} per step ({self.tokens_per_s:.3g} tokens/s); "
             f"busy: {busy}; {self.binding} binds (simulated with measured rates, other work on the machine apart)"
         )
 
@@ -88,35 +91,60 @@ class Forecaster:
 
     def __init__(self, prepared: Prepared, rates: Rates) -> None:
         self._prepared = prepared
-        self._hardware = hardware_of(prepared, rates)
-        self._ledger = Ledger(model_shape(prepared), _training_shape(prepared, rates))
+        self.hardware = hardware_of(prepared, rates)
+        self.ledger = Ledger(model_shape(prepared), _training_shape(prepared, rates))
+
+    def step_s(
+        self, plan: MemoryPlan, *, hardware: Hardware | None = None, ledger: Ledger | None = None
+    ) -> float:
+        """Return what a step takes, with so few pieces that many plans can be tried.
+
+        Args:
+            hardware, ledger: Another machine or batch.
+        """
+        most = max(MOST_OPERATIONS // (3 * len(self._prepared.layout.stages)), 2)
+        return self._simulate(plan, hardware, ledger, most)[1].step_s
 
     def forecast(self, plan: MemoryPlan) -> Forecast:
-        """Return what a step in the middle of the run takes."""
-        prepared, ledger = self._prepared, self._ledger
-        shape = make_step_shape(
-            prepared.layout, plan, pieces_of(prepared.layout, plan), prepared.compute.input_bytes
-        )
-        shape = replace(
-            shape, num_micro_batches=ledger.training.micro_batches, pending=bool(plan.deferred)
-        )
-        schedule = generate_training_step(shape)
-        costs = [self._hardware.cost(work) for work in work_of(schedule, shape, ledger)]
-        result = simulate(schedule, costs)
-        steps = prepared.rows.total_steps if prepared.rows else None
+        """Return what a step in the middle of the run takes, with every piece."""
+        schedule, result = self._simulate(plan, None, None, None)
+        rows = self._prepared.rows
         return Forecast(
             result.step_s,
-            ledger.training.tokens / result.step_s,
+            self.ledger.training.tokens / result.step_s,
             dict(result.lane_s),
             dict(result.resource_s),
             result.binding,
-            None if steps is None else steps * result.step_s,
+            None if rows is None else rows.total_steps * result.step_s,
             tuple(
                 Bar.of(op, span.begin_s, span.end_s)
                 for op, span in zip(schedule.operations, result.spans, strict=True)
                 if span.end_s > span.begin_s
             ),
         )
+
+    def _simulate(
+        self,
+        plan: MemoryPlan,
+        hardware: Hardware | None,
+        ledger: Ledger | None,
+        most_pieces: int | None,
+    ) -> tuple[Schedule, Simulation]:
+        prepared, ledger = self._prepared, ledger or self.ledger
+        shape = make_step_shape(
+            prepared.layout, plan, pieces_of(prepared.layout, plan), prepared.compute.input_bytes
+        )
+        stages = shape.stages
+        if most_pieces is not None:
+            stages = {name: merged(stage, most_pieces) for name, stage in stages.items()}
+        shape = replace(
+            shape, stages=stages, num_micro_batches=ledger.training.micro_batches,
+            pending=bool(plan.deferred),
+        )  # fmt: skip
+        schedule = generate_training_step(shape)
+        machine = hardware or self.hardware
+        costs = [machine.cost(work) for work in work_of(schedule, shape, ledger)]
+        return schedule, simulate(schedule, costs)
 
 
 def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
@@ -146,7 +174,7 @@ def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
         drive_write_bytes_per_s=rates.write_bytes_per_s,
         dram_bytes_per_s=rates.memory_bytes_per_s or infinite,
         adam_elements_per_s=rates.adam_parameters_per_s,
-        computes_on_cpu=prepared.device.torch_device.type == "cpu",
+        computes_on_cpu=rates.h2d_bytes_per_s is None,
     )
 
 

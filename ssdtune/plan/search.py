@@ -1,0 +1,104 @@
+"""Find the memory plan with the shortest step: try proportions one after the other on the simulator.
+
+Coordinate descent: from the usual proportions, each choice in turn is varied while the others stay, the best is kept,
+and rounds are repeated until one brings nothing. Plain numbers; what a step takes under a plan is asked from the
+caller. Nothing of it changes the numbers of a training, only its speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ssdtune.errors import CapacityError
+from ssdtune.plan.residency import (
+    ComputeSize,
+    MemoryLimits,
+    MemoryPlan,
+    PartSize,
+    Proportions,
+    plan_memory,
+)
+
+LEAST_GAIN = 0.002
+"""A choice that makes a step shorter by less isn't taken: the simulator isn't that exact."""
+MOST_STEPS = 60
+"""Simulated steps of one search."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan.
+
+    Attributes:
+        step_s: Its simulated step; `usual_s` that of the usual proportions.
+        num_tried: Different plans that were simulated.
+    """
+
+    plan: MemoryPlan
+    proportions: Proportions
+    step_s: float
+    usual_s: float
+    num_tried: int
+
+
+def choices(parts: Sequence[PartSize], limits: MemoryLimits) -> dict[str, list[Any]]:
+    """Return the values to try of each field of `Proportions`."""
+    blocks = len({part.stage for part in parts if part.stage.startswith("block.")})
+    found: dict[str, list[Any]] = {
+        "kept_blocks": [None, *_shares(blocks, (0, 0.25, 0.5, 0.75, 1))],
+        "block_slots": [2, 3, 4, 6],
+        "chunk_slots": [3, 4, 6, 8, 12],
+        "inputs_on_ssd": [False, True],
+    }
+    if not limits.clipping:
+        found["deferred_stages"] = [0, 2, *(2 + n for n in _shares(blocks, (0.1, 0.25, 0.5)) if n)]
+    return found
+
+
+def search(
+    parts: Sequence[PartSize],
+    compute: ComputeSize,
+    limits: MemoryLimits,
+    step_s: Callable[[MemoryPlan], float],
+    *,
+    usual: Proportions | None = None,
+    most_steps: int = MOST_STEPS,
+) -> Found:
+    """Return the best plan that was found; of equal ones the first, that is the most usual.
+
+    Args:
+        step_s: Simulates a step under a plan, in seconds.
+        usual: Where the search begins.
+        most_steps: Simulated steps, at most.
+
+    Raises:
+        CapacityError: Even with everything streamed it does not fit.
+    """
+    usual = usual or Proportions()
+    plan = plan_memory(parts, compute, limits, usual)
+    times = {plan: step_s(plan)}
+    best = Found(plan, usual, times[plan], times[plan], 1)
+    options, improved = choices(parts, limits), True
+    while improved:
+        improved = False
+        for name, values in options.items():
+            for value in values:
+                if len(times) >= most_steps:
+                    return replace(best, num_tried=len(times))
+                proportions = replace(best.proportions, **{name: value})
+                try:
+                    plan = plan_memory(parts, compute, limits, proportions)
+                except CapacityError:
+                    continue
+                if plan not in times:
+                    times[plan] = step_s(plan)
+                if times[plan] < best.step_s * (1 - LEAST_GAIN):
+                    best = replace(best, plan=plan, proportions=proportions, step_s=times[plan])
+                    improved = True
+    return replace(best, num_tried=len(times))
+
+
+def _shares(count: int, shares: Sequence[float]) -> list[int]:
+    return sorted({round(count * share) for share in shares})
