@@ -27,5 +27,8 @@ def adamw(
     scalars: Sequence[float],
     threads: int,
     level: str,
+    exp_avg_scale: Buffer | None = None,
+    exp_avg_sq_scale: Buffer | None = None,
+    rounding: Sequence[int] = (),
 ) -> bool: ...
 def sum_of_squares(values: Buffer, size: int, threads: int, level: str) -> float: ...

@@ -38,13 +38,13 @@ def finetune(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print what a run needs; exit code 3 if it does not fit."""
-    from ssdtune.cli import profile_command
+    from ssdtune.hardware.known import known
 
     config = settings_from(args)
     require(config, train_file=False, output_dir=False)
     result = api.plan(
         config,
-        hardware=profile_command.known(args.hardware),
+        hardware=known(args.hardware),
         other_machine=args.hardware is not None,
     )
     if args.timeline:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ssdtune import api
-from ssdtune.errors import ConfigError, FormatError
+from ssdtune.errors import ConfigError
+from ssdtune.hardware.known import profile_path
 from ssdtune.units import parse_size
 
 if TYPE_CHECKING:
@@ -25,39 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BAR = 20
-
-
-def profile_path() -> Path:
-    """Return where the figures of this machine are kept: in the user's cache folder."""
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ssdtune/profile.json"
-    )
-
-
-def known(file: str | None) -> HardwareProfile | None:
-    """Return the profile in a file, or else the one kept of this machine; None if there is none of it.
-
-    Raises:
-        FormatError: The file that was named cannot be read.
-    """
-    from ssdtune.hardware.machine import machine_id
-    from ssdtune.hardware.profile import read_profile
-
-    if file:
-        return read_profile(Path(file).expanduser())
-    if not profile_path().exists():
-        return None
-    try:
-        kept = read_profile(profile_path())
-    except FormatError as error:
-        logger.warning("%s", error)
-        return None
-    if kept.machine_id != machine_id([Path(directory.path) for directory in kept.directories]):
-        logger.warning(
-            "%s is of another machine or version. Measure again: ssdtune profile", profile_path()
-        )
-        return None
-    return kept
 
 
 def run(args: argparse.Namespace) -> HardwareProfile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -96,11 +97,19 @@ class HardwareProfile:
     compute_dtypes: tuple[str, ...]
     blocks: tuple[BlockProfile, ...]
 
-    def rates(self, digest: str | None = None) -> Rates:
+    def rates(
+        self,
+        digest: str | None = None,
+        *,
+        parameters: int | None = None,
+        tokens: float | None = None,
+    ) -> Rates:
         """Return the short form; 0 for what was not measured.
 
         Args:
-            digest: Take compute rates from this block (`BlockProfile.digest`); by default from the largest.
+            digest: Take compute rates from this block (`BlockProfile.digest`) if it was measured.
+            parameters: Of a block; otherwise take them from the block nearest in size, by default the largest.
+            tokens: Of a micro-batch; between measured sizes rates are interpolated. By default the largest.
         """
         io, both = self.together, self.contention
         adam = max((point.parameters_per_s for point in self.adam), default=0.0)
@@ -109,7 +118,7 @@ class HardwareProfile:
             both.adam_with_io_parameters_per_s / both.adam_parameters_per_s if both else 1.0
         )
         io_share = both.io_with_adam_bytes_per_s / both.io_bytes_per_s if both else 1.0
-        largest = self._largest_points(digest)
+        compute = self._compute(digest, parameters, tokens)
         mixed = io.mixed_bytes_per_s if io else 0.0
         return Rates(
             read_bytes_per_s=io.read_bytes_per_s if io else 0.0,
@@ -122,8 +131,8 @@ class HardwareProfile:
             h2d_bytes_per_s=self._copy("h2d"),
             d2h_bytes_per_s=self._copy("d2h"),
             both_bytes_per_s=self._copy("both"),
-            forward_flop_per_s={d: p.forward_flop_per_s for d, p in largest.items()},
-            backward_flop_per_s={d: p.backward_flop_per_s for d, p in largest.items()},
+            forward_flop_per_s={dtype: rates[0] for dtype, rates in compute.items()},
+            backward_flop_per_s={dtype: rates[1] for dtype, rates in compute.items()},
         )
 
     def _copy(self, direction: str) -> float | None:
@@ -131,14 +140,18 @@ class HardwareProfile:
             (p.bytes_per_s for p in self.copies if p.pinned and p.direction == direction), None
         )
 
-    def _largest_points(self, digest: str | None) -> dict[str, BlockPoint]:
-        """Return by dtype the point with the most tokens, of one block or of the largest one."""
-        found: dict[str, BlockPoint] = {}
-        blocks = [block for block in self.blocks if digest in (None, block.digest)]
-        for block in sorted(blocks, key=lambda block: block.parameters):
-            for point in sorted(block.points, key=lambda point: point.tokens):
-                found[point.dtype] = point
-        return found
+    def _compute(
+        self, digest: str | None, parameters: int | None, tokens: float | None
+    ) -> dict[str, tuple[float, float]]:
+        """Return FLOP per second of forward and backward, by dtype."""
+        blocks = [block for block in self.blocks if block.digest == digest] or list(self.blocks)
+        size = parameters or max((block.parameters for block in blocks), default=1)
+        blocks.sort(key=lambda block: abs(math.log(block.parameters / size)), reverse=True)
+        found: dict[str, list[BlockPoint]] = {}
+        for block in blocks:  # the nearest comes last and wins, where it was measured in a dtype
+            for dtype in {point.dtype for point in block.points}:
+                found[dtype] = [point for point in block.points if point.dtype == dtype]
+        return {dtype: _at(points, tokens) for dtype, points in found.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -163,6 +176,22 @@ class HardwareProfile:
         from ssdtune.hardware.table import render
 
         return render(self)
+
+
+def _at(points: list[BlockPoint], tokens: float | None) -> tuple[float, float]:
+    """Return FLOP per second of forward and backward at a size of micro-batch."""
+    points = sorted(points, key=lambda point: point.tokens)
+    if tokens is None or tokens >= points[-1].tokens:
+        return points[-1].forward_flop_per_s, points[-1].backward_flop_per_s
+    above = next(i for i, point in enumerate(points) if point.tokens >= tokens)
+    low, high = points[max(above - 1, 0)], points[above]
+    share = 1.0
+    if low is not high and tokens > low.tokens:
+        share = math.log(tokens / low.tokens) / math.log(high.tokens / low.tokens)
+    return (
+        low.forward_flop_per_s + share * (high.forward_flop_per_s - low.forward_flop_per_s),
+        low.backward_flop_per_s + share * (high.backward_flop_per_s - low.backward_flop_per_s),
+    )
 
 
 def read_profile(path: Path) -> HardwareProfile:

@@ -6,15 +6,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ssdtune.errors import CapacityError
-from ssdtune.hardware.profile import Rates
-from ssdtune.plan.residency import Proportions
+from ssdtune.errors import CapacityError, ConfigError
+from ssdtune.hardware.blocks import digest_of
+from ssdtune.hardware.profile import HardwareProfile, Rates
+from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan, Proportions
 from ssdtune.plan.search import Found, search
-from ssdtune.train.forecast import Forecast, Forecaster
+from ssdtune.train.forecast import Forecast, Forecaster, model_shape, training_shape
 from ssdtune.train.prepare import Prepared
+
+StepTime = Callable[[MemoryPlan], float]
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Change:
     """What a change of the machine or the batch would bring.
 
     Attributes:
+        step_s: Seconds for the tokens of a step.
         speedup: Tokens per second, in units of those of the plan.
     """
 
@@ -64,13 +69,13 @@ class Chosen:
         }
 
 
-def choose(prepared: Prepared, rates: Rates) -> Chosen:
+def choose(prepared: Prepared, profile: HardwareProfile) -> Chosen:
     """Find the fastest plan for a prepared run.
 
     Raises:
         ConfigError: The profile lacks a rate that is needed.
     """
-    forecaster = Forecaster(prepared, rates)
+    forecaster = Forecaster(prepared, rates_for(prepared, profile))
     usual = Proportions(block_slots=prepared.config.io.prefetch_depth + 2)
     found = search(
         prepared.parts, prepared.compute, prepared.limits, forecaster.step_s, usual=usual
@@ -81,32 +86,49 @@ def choose(prepared: Prepared, rates: Rates) -> Chosen:
     )
 
 
+def rates_for(prepared: Prepared, profile: HardwareProfile) -> Rates:
+    """Return the rates at which a run's blocks are computed: those of the nearest block that was measured."""
+    model = prepared.config.model.model_name_or_path
+    try:
+        digest = digest_of(model)[0]
+    except ConfigError:  # a name in the hub's cache
+        digest = None
+    training = training_shape(prepared)
+    return profile.rates(
+        digest,
+        parameters=model_shape(prepared).block_parameters,
+        tokens=training.tokens / training.micro_batches,
+    )
+
+
 def _changes(prepared: Prepared, forecaster: Forecaster, found: Found) -> list[Change]:
     hardware, ledger, plan = forecaster.hardware, forecaster.ledger, found.plan
-    # One more drive than the profile's directories lie on.
-    more = (hardware.num_drives + 1) / hardware.num_drives
-    drive = replace(
-        hardware,
-        drive_read_bytes_per_s=more * hardware.drive_read_bytes_per_s,
-        drive_write_bytes_per_s=more * hardware.drive_write_bytes_per_s,
-    )
+    drives = replace(hardware, num_drives=2 * hardware.num_drives)
     training = replace(
         ledger.training,
         tokens=2 * ledger.training.tokens,
         micro_batches=2 * ledger.training.micro_batches,
     )
-    twice = replace(ledger, training=training)
-    results = {
-        "one more drive": forecaster.step_s(plan, hardware=drive),
-        "twice the gradient_accumulation_steps": forecaster.step_s(plan, ledger=twice) / 2,
-    }
+    larger = replace(ledger, training=training)
+    compute = replace(prepared.compute, num_micro_batches=2 * prepared.compute.num_micro_batches)
     limits = replace(prepared.limits, budget_bytes=2 * prepared.limits.budget_bytes)
-    try:
-        roomy = search(
-            prepared.parts, prepared.compute, limits, forecaster.step_s, usual=found.proportions,
-            most_steps=20,
-        )  # fmt: skip
-        results["twice the host_memory"] = roomy.step_s
-    except CapacityError:
-        pass
-    return [Change(name, step_s, found.step_s / step_s) for name, step_s in results.items()]
+
+    def best(compute: ComputeSize, limits: MemoryLimits, step_s: StepTime) -> float | None:
+        try:
+            result = search(
+                prepared.parts, compute, limits, step_s, usual=found.proportions, most_steps=12
+            )
+        except CapacityError:
+            return None
+        return result.step_s
+
+    results = {
+        "twice the drives": forecaster.step_s(plan, hardware=drives),
+        "twice the host_memory": best(prepared.compute, limits, forecaster.step_s),
+        "twice the gradient_accumulation_steps": best(
+            compute, prepared.limits, lambda plan: forecaster.step_s(plan, ledger=larger) / 2
+        ),
+    }
+    return [
+        Change(name, step_s, found.step_s / step_s) for name, step_s in results.items() if step_s
+    ]

@@ -21,6 +21,7 @@ from ssdtune.config.check import require
 from ssdtune.config.load import to_yaml, with_absolute_paths
 from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError, Interrupted
+from ssdtune.hardware.known import known
 from ssdtune.hardware.memory import process_memory
 from ssdtune.io.backend import Backend
 from ssdtune.io.buffers import BufferPool
@@ -29,6 +30,8 @@ from ssdtune.model.build import base_name
 from ssdtune.model.source import WeightSource
 from ssdtune.optim.adamw import join_master, split_master
 from ssdtune.plan.residency import check_bytes_of
+from ssdtune.report.accuracy import compare
+from ssdtune.report.critical import verdict
 from ssdtune.report.metrics import MetricsWriter
 from ssdtune.report.progress import Progress, choose_progress
 from ssdtune.store.directories import prepare_directories
@@ -43,9 +46,11 @@ from ssdtune.train.checkpoint import (
     read_manifest,
     read_state,
 )
+from ssdtune.train.choose import Chosen, choose
 from ssdtune.train.disk import DiskPlan, plan_disk
 from ssdtune.train.engine import Engine, make_step_shape
 from ssdtune.train.exporting import write_result
+from ssdtune.train.forecast import Forecast
 from ssdtune.train.lanes import Lanes
 from ssdtune.train.output import hold_output
 from ssdtune.train.prepare import Prepared, prepare, summary_lines
@@ -129,6 +134,9 @@ def finetune(
     output_dir = Path(config.training.output_dir).expanduser().absolute()
     resumed = _resumed_from(config, output_dir)
     prepared = prepare(config)
+    chosen = _choose(prepared)
+    if chosen is not None:
+        prepared = chosen.prepared
     assert prepared.rows is not None
     disk = plan_disk(prepared, output_dir, resumed=resumed is not None)
     disk.check_space()
@@ -148,14 +156,29 @@ def finetune(
                 [
                     *summary_lines(prepared, disk.layout.total_bytes, disk.directories),
                     f"drive wear: {disk.estimate.wear.text()}",
+                    *([chosen.forecast.text(), chosen.text()] if chosen else []),
                 ]
             ),
             first_step=1 + (resumed[1].step if resumed else 0),
         )
         if warning := disk.wear_warning(config):
             logger.warning("%s", warning)
-        run = _Run(config, prepared, disk, output_dir, resumed, progress, signals)
+        forecast = chosen.forecast if chosen else None
+        run = _Run(config, prepared, disk, output_dir, resumed, progress, signals, forecast)
         return run.run()
+
+
+def _choose(prepared: Prepared) -> Chosen | None:
+    """Return the run with the fastest plan for this machine; None if it was not measured."""
+    profile = known()
+    if profile is None:
+        logger.info("no forecast: this machine was not measured (ssdtune profile DIR)")
+        return None
+    try:
+        return choose(prepared, profile)
+    except ConfigError as error:
+        logger.warning("no forecast: %s", error)
+        return None
 
 
 def _resumed_from(config: Config, output_dir: Path) -> tuple[Path, TrainerState] | None:
@@ -217,6 +240,7 @@ class _Run:
     resumed: tuple[Path, TrainerState] | None
     progress: Progress
     signals: StopSignals
+    forecast: Forecast | None
 
     def run(self) -> Result:
         identity = _identity(self.prepared)
@@ -251,6 +275,7 @@ class _Run:
                         "schema_version": 1,
                         "memory": self.prepared.memory.to_dict(),
                         "estimate": self.disk.estimate.to_dict(),
+                        "forecast": self.forecast.to_dict() if self.forecast else None,
                     },
                     indent=2,
                 )
@@ -361,13 +386,28 @@ class _Run:
                 source=source, batches=rows.plan, evaluation=rows.evaluation,
                 total_steps=rows.total_steps, first_step=first, identity=identity, metrics=metrics,
                 progress=self.progress, signals=self.signals,
+                expected_s=self.forecast.step_s if self.forecast else None,
             )  # fmt: skip
             history = trainer.run()
             counters = trainer.bytes_moved()
         if history.spans:
+            self._tell(history)
             (self.output_dir / "timeline.svg").write_text(history.picture(), encoding="utf-8")
         self.progress.finish()
         return history, counters
+
+    def _tell(self, history: History) -> None:
+        """Say what held steps up, and how far the forecast was right."""
+        self.progress.note(verdict(history.spans).text())
+        if self.forecast:
+            accuracy = compare(
+                self.forecast.step_s,
+                self.forecast.lane_s,
+                history.step_seconds,
+                history.lane_seconds,
+            )
+            if accuracy:
+                self.progress.note(accuracy.text())
 
     def _export(self, swap: SwapManager, pool: BufferPool) -> None:
         """Write the tuned weights; the memory of training is given back first."""

@@ -92,7 +92,9 @@ class Forecaster:
     def __init__(self, prepared: Prepared, rates: Rates) -> None:
         self._prepared = prepared
         self.hardware = hardware_of(prepared, rates)
-        self.ledger = Ledger(model_shape(prepared), _training_shape(prepared, rates))
+        training, name = training_shape(prepared), dtype_name(prepared.dtype)
+        slowness = rates.forward_flop_per_s[name] / rates.backward_flop_per_s[name]
+        self.ledger = Ledger(model_shape(prepared), replace(training, backward_slowness=slowness))
 
     def step_s(
         self, plan: MemoryPlan, *, hardware: Hardware | None = None, ledger: Ledger | None = None
@@ -223,14 +225,15 @@ def _active(layout: ModelLayout, text: Any, block: int) -> int:
     return block - experts + experts * chosen // number
 
 
-def _training_shape(prepared: Prepared, rates: Rates) -> TrainingShape:
+def training_shape(prepared: Prepared) -> TrainingShape:
+    """Return how a prepared run is trained: a mean step of its rows."""
     training, rows = prepared.config.training, prepared.rows
     length = prepared.max_length
     sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
     if rows is not None and not prepared.config.data.packing:
         length = max(1, round(float(rows.train.lengths.mean())))
         sequences = min(sequences, rows.plan.num_sequences)
-    layout, name = prepared.layout, dtype_name(prepared.dtype)
+    layout = prepared.layout
     trained = sum(
         spec.numel
         for part in layout.stages["block.0"].parts
@@ -244,7 +247,6 @@ def _training_shape(prepared: Prepared, rates: Rates) -> TrainingShape:
         weight_bytes=prepared.dtype.itemsize,
         split_master=prepared.dtype != torch.float32,
         adapter_parameters=trained if prepared.config.method == "lora" else 0,
-        backward_slowness=rates.forward_flop_per_s[name] / rates.backward_flop_per_s[name],
         activation_bytes=prepared.compute.kept_bytes
         * layout.num_blocks
         * training.gradient_accumulation_steps,

@@ -16,8 +16,9 @@ from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.plan.estimate import Estimate, RunCost, run_cost
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.train import elsewhere
+from ssdtune.train.choose import Chosen, choose
 from ssdtune.train.disk import plan_disk
-from ssdtune.train.forecast import Forecast, forecast
+from ssdtune.train.forecast import Forecast
 from ssdtune.train.prepare import Prepared, prepare, summary_lines
 
 
@@ -30,7 +31,7 @@ class RunPlan:
         summary: What would happen, a few lines for people.
         memory, estimate: The figures; None if the memory is too small for any plan.
         wear_warning: Set if the run takes more of the drives' life than `io.wear_warning` allows.
-        forecast: How long a step takes; None without a hardware profile.
+        chosen: How long a step takes, and what would make it faster; None without a hardware profile.
         cost: Of the whole run; None if its length is not known.
     """
 
@@ -39,8 +40,13 @@ class RunPlan:
     memory: MemoryPlan | None = None
     estimate: Estimate | None = None
     wear_warning: str | None = None
-    forecast: Forecast | None = None
+    chosen: Chosen | None = None
     cost: RunCost | None = None
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """How long a step takes; None without a hardware profile."""
+        return self.chosen.forecast if self.chosen else None
 
     @property
     def fits(self) -> bool:
@@ -56,6 +62,7 @@ class RunPlan:
             "estimate": self.estimate.to_dict() if self.estimate else None,
             "wear_warning": self.wear_warning,
             "forecast": self.forecast.to_dict() if self.forecast else None,
+            "search": self.chosen.to_dict() if self.chosen else None,
             "run": self.cost.to_dict() if self.cost else None,
         }
 
@@ -64,8 +71,8 @@ class RunPlan:
         lines = list(self.summary)
         if self.estimate:
             lines.append(self.estimate.text())
-        if self.forecast:
-            lines.append(self.forecast.text())
+        if self.chosen:
+            lines += [self.chosen.forecast.text(), self.chosen.text()]
         elif self.memory:
             lines.append("expected  no time without measured rates: run ssdtune profile DIR once")
         if self.cost:
@@ -100,6 +107,8 @@ def plan(
         prepared = _prepare(config, there)
     except CapacityError as error:
         return RunPlan((str(error),), tuple(summary))
+    chosen = choose(prepared, hardware) if hardware else None
+    prepared = chosen.prepared if chosen else prepared
     places = elsewhere.swap_places(there, config.io.swap_dirs) if there else ()
     disk = plan_disk(prepared, output_folder(config), places=places)
     problems: tuple[str, ...] = ()
@@ -113,15 +122,14 @@ def plan(
             "no train_file: the figures are those of rows as long as max_length, and of "
             + (f"{config.training.max_steps} steps" if config.training.max_steps else "one step")
         )
-    expected = forecast(prepared, hardware.rates()) if hardware else None
     return RunPlan(
         problems,
         tuple(summary),
         prepared.memory,
         disk.estimate,
         disk.wear_warning(config),
-        expected,
-        _cost(prepared, disk.estimate, hardware, expected),
+        chosen,
+        _cost(prepared, disk.estimate, hardware, chosen),
     )
 
 
@@ -138,7 +146,7 @@ def _cost(
     prepared: Prepared,
     estimate: Estimate,
     hardware: HardwareProfile | None,
-    expected: Forecast | None,
+    chosen: Chosen | None,
 ) -> RunCost | None:
     tokens = run_tokens(prepared)
     if tokens is None:
@@ -147,7 +155,7 @@ def _cost(
     return run_cost(
         estimate,
         tokens,
-        step_s=expected.step_s if expected else None,
+        step_s=chosen.forecast.step_s if chosen else None,
         read_bytes_per_s=rates.read_bytes_per_s if rates else 0.0,
         write_bytes_per_s=rates.write_bytes_per_s if rates else 0.0,
     )

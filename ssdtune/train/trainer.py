@@ -16,6 +16,7 @@ from ssdtune.errors import Interrupted, StorageError
 from ssdtune.model.source import WeightSource
 from ssdtune.optim.schedule import learning_rate, warmup_count
 from ssdtune.plan.schedule import Lane
+from ssdtune.report.accuracy import Drift
 from ssdtune.report.metrics import MetricsWriter, read_metrics
 from ssdtune.report.progress import Progress
 from ssdtune.report.timeline import Bar, draw
@@ -41,6 +42,7 @@ class History:
     grad_norms: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+    lane_seconds: list[dict[str, float]] = field(default_factory=list)
     checkpoints: list[Path] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
@@ -59,6 +61,7 @@ class Trainer:
         total_steps: Steps of the whole run.
         first_step: Steps done before (resume).
         identity: What a resumed run must share with this one.
+        expected_s: Seconds of a step, as forecast; None if it was not.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Trainer:
         metrics: MetricsWriter,
         progress: Progress,
         signals: StopSignals,
+        expected_s: float | None = None,
     ) -> None:
         self.history = History()
         self._config = config.training
@@ -96,6 +100,7 @@ class Trainer:
         self._progress = progress
         self._signals = signals
         self._output_dir = output_dir
+        self._drift = Drift(expected_s, total_steps) if expected_s else None
         self._warmup = warmup_count(self._config.warmup_steps, total_steps)
 
     def run(self) -> History:
@@ -162,6 +167,8 @@ class Trainer:
         self.history.grad_norms.append(result.grad_norm)
         self.history.step_seconds.append(seconds)
         self.history.spans = result.spans
+        busy = _busy(result.spans)
+        self.history.lane_seconds.append(busy)
         tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
         values = {
             "epoch": self._batches.epoch_of(step),
@@ -175,12 +182,14 @@ class Trainer:
             "rows": [row for batch in batches for row in batch.rows],
             "step_s": seconds,
             "stall_share": _stall_share(result.spans, seconds),
-            "lane_s": _busy(result.spans),
+            "lane_s": busy,
             "bytes_read": _difference(after, before, "read"),
             "bytes_written": _difference(after, before, "written"),
         }
         self._metrics.write("step", step + 1, values)
         self._progress.step({"step": step + 1, **values})
+        if self._drift and (words := self._drift.add(step + 1, seconds)):
+            self._progress.note(words)
 
     def _check_folders(self) -> None:
         """Notice what was deleted or moved while the run uses it, before another step is lost."""
