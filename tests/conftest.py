@@ -1,12 +1,15 @@
 """What all tests share: threads, no network, a fixed hypothesis profile, and what the markers need."""
 
 import os
+import tempfile
 
 # Before torch is imported anywhere: a few threads, so that tests can run side by side.
 os.environ["OMP_NUM_THREADS"] = "2"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
+# No profile of this machine: plans must not depend on what somebody measured here.
+os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"ssdtune-no-cache-{os.getpid()}")
 
 import importlib.util
 

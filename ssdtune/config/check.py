@@ -36,6 +36,13 @@ def contradictions(config: Config) -> list[str]:
             f"training.warmup_steps is {training.warmup_steps}: write whole steps, "
             "or a share of the run below 1"
         )
+    total = training.train_batch_size
+    given = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    if total is not None and given not in (1, total):
+        found.append(
+            f"training.train_batch_size is {total}, but per_device_train_batch_size times "
+            f"gradient_accumulation_steps is {given}: leave these unset, or make them agree"
+        )
     if training.eval_steps is not None and not data.eval_file:
         found.append("training.eval_steps is set but data.eval_file is not")
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", memory.device):

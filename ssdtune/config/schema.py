@@ -117,6 +117,11 @@ class TrainingConfig:
     per_device_train_batch_size: int = setting(1, "sequences in one micro-batch", low=1)
     per_device_eval_batch_size: int | None = setting(None, "the same for evaluation", low=1)
     gradient_accumulation_steps: int = setting(1, "micro-batches per optimizer step", low=1)
+    train_batch_size: int | None = setting(
+        None, "sequences per optimizer step; how they are divided into micro-batches is then the planner's "
+        "choice, and the two settings above stay unset",
+        low=1,
+    )  # fmt: skip
     num_train_epochs: float = setting(1.0, "passes over the rows", low=0)
     max_steps: int | None = setting(None, "optimizer steps; wins over num_train_epochs", low=1)
     learning_rate: float = setting(5e-5, "peak learning rate", low=0)

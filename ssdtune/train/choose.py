@@ -13,10 +13,14 @@ from typing import Any
 from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.blocks import digest_of
 from ssdtune.hardware.profile import HardwareProfile, Rates
-from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan, Proportions
-from ssdtune.plan.search import Found, search
+from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan
+from ssdtune.plan.search import LEAST_GAIN, Found, search
 from ssdtune.train.forecast import Forecast, Forecaster, model_shape, training_shape
-from ssdtune.train.prepare import Prepared
+from ssdtune.train.prepare import (
+    Prepared,
+    usual_proportions,
+    with_micro_batches,
+)
 
 StepTime = Callable[[MemoryPlan], float]
 
@@ -75,8 +79,9 @@ def choose(prepared: Prepared, profile: HardwareProfile) -> Chosen:
     Raises:
         ConfigError: The profile lacks a rate that is needed.
     """
+    prepared = _divide(prepared, profile)
     forecaster = Forecaster(prepared, rates_for(prepared, profile))
-    usual = Proportions(block_slots=prepared.config.io.prefetch_depth + 2)
+    usual = usual_proportions(prepared.config)
     found = search(
         prepared.parts, prepared.compute, prepared.limits, forecaster.step_s, usual=usual
     )
@@ -84,6 +89,23 @@ def choose(prepared: Prepared, profile: HardwareProfile) -> Chosen:
     return Chosen(
         better, forecaster.forecast(found.plan), found, tuple(_changes(better, forecaster, found))
     )
+
+
+def _divide(prepared: Prepared, profile: HardwareProfile) -> Prepared:
+    """Return the run with its step divided into the fastest micro-batches, where that is left to us."""
+    best, best_s = prepared, 0.0
+    for size in prepared.sizes:
+        other = prepared if size == _size(prepared) else with_micro_batches(prepared, size)
+        if other is None:
+            continue
+        step_s = Forecaster(other, rates_for(other, profile)).step_s(other.memory)
+        if not best_s or step_s < best_s * (1 - LEAST_GAIN):
+            best, best_s = other, step_s
+    return best
+
+
+def _size(prepared: Prepared) -> int:
+    return prepared.config.training.per_device_train_batch_size
 
 
 def rates_for(prepared: Prepared, profile: HardwareProfile) -> Rates:

@@ -53,7 +53,7 @@ from ssdtune.train.exporting import write_result
 from ssdtune.train.forecast import Forecast
 from ssdtune.train.lanes import Lanes
 from ssdtune.train.output import hold_output
-from ssdtune.train.prepare import Prepared, prepare, summary_lines
+from ssdtune.train.prepare import Prepared, config_with, prepare, summary_lines
 from ssdtune.train.signals import StopSignals
 from ssdtune.train.trainer import History, Trainer
 from ssdtune.train.verify import reference_losses, verify
@@ -133,10 +133,13 @@ def finetune(
     require(config)
     output_dir = Path(config.training.output_dir).expanduser().absolute()
     resumed = _resumed_from(config, output_dir)
+    if resumed:
+        config = _divided_as_before(config, resumed[1])
     prepared = prepare(config)
     chosen = _choose(prepared)
     if chosen is not None:
         prepared = chosen.prepared
+    config = prepared.config
     assert prepared.rows is not None
     disk = plan_disk(prepared, output_dir, resumed=resumed is not None)
     disk.check_space()
@@ -198,6 +201,14 @@ def _resumed_from(config: Config, output_dir: Path) -> tuple[Path, TrainerState]
             f"rm -r '{output_dir}'"
         )
     return None
+
+
+def _divided_as_before(config: Config, state: TrainerState) -> Config:
+    """Return the settings with the micro-batches that the run was begun with, where they were left to us."""
+    size = state.identity.get("per_device_train_batch_size")
+    if config.training.train_batch_size is None or not isinstance(size, int):
+        return config
+    return config_with(config, size)
 
 
 def _is_finished(output_dir: Path) -> bool:

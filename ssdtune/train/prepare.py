@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ssdtune.data import (
 )
 from ssdtune.device import open_device
 from ssdtune.device.base import Device
-from ssdtune.errors import ConfigError
+from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.memory import available_host_memory, process_memory
 from ssdtune.io.buffers import aligned_size
 from ssdtune.model.blocks import BlockModel
@@ -44,9 +44,13 @@ from ssdtune.plan.residency import (
     Proportions,
     plan_memory,
 )
+from ssdtune.train.smaller import nearest_settings
 from ssdtune.units import format_count, format_disk, format_memory
 
 logger = logging.getLogger(__name__)
+
+USUAL_TOKENS = 8192
+"""Tokens of a micro-batch above which computing gains nothing from more."""
 
 
 @dataclass
@@ -57,6 +61,11 @@ class Rows:
     plan: BatchPlan
     evaluation: list[Batch]
     total_steps: int
+    padding: Padding
+
+    def divided(self, config: Config) -> Rows:
+        """Return the same rows in the micro-batches of other settings."""
+        return replace(self, plan=_batch_plan(config, self.train, self.padding))
 
 
 @dataclass
@@ -75,6 +84,8 @@ class Prepared:
     memory: MemoryPlan
     rows: Rows | None
     max_length: int
+    sizes: Sequence[int]
+    """Micro-batches that may be chosen, in sequences; one if the user chose."""
 
     @property
     def layout(self) -> ModelLayout:
@@ -120,7 +131,6 @@ def prepare(
         refuse_leaking_rows(blocks)
     max_length = longest_sequence(config, rows)
     parts = part_sizes(blocks.layout)
-    compute = compute_size(config, blocks, max_length, dtype)
     limits = MemoryLimits(
         base_bytes=process_memory().rss_bytes,
         budget_bytes=host_budget_bytes or host_budget(config),
@@ -130,12 +140,64 @@ def prepare(
         activations=config.memory.activations,
         recompute=config.memory.recompute,
     )
-    proportions = Proportions(block_slots=config.io.prefetch_depth + 2)
-    memory = plan_memory(parts, compute, limits, proportions)
+    sizes = micro_batch_sizes(config)
+    divided = [config_with(config, size) for size in sizes]
+    for candidate in divided:
+        compute = compute_size(candidate, blocks, max_length, dtype)
+        try:
+            memory = plan_memory(parts, compute, limits, usual_proportions(candidate))
+        except CapacityError as error:
+            if candidate is not divided[-1]:
+                continue  # smaller micro-batches need less
+            nearest = nearest_settings(
+                candidate, parts, limits, max_length,
+                lambda other, length: compute_size(other, blocks, length, dtype),
+            )  # fmt: skip
+            raise CapacityError(f"{error} {nearest.text()}" if nearest else str(error)) from None
+        break
     return Prepared(
-        config, checkpoint, device, dtype, built, blocks, parts, compute, limits, memory, rows,
-        max_length,
+        candidate, checkpoint, device, dtype, built, blocks, parts, compute, limits, memory,
+        rows.divided(candidate) if rows else None, max_length, sizes,
     )  # fmt: skip
+
+
+def micro_batch_sizes(config: Config) -> list[int]:
+    """Return the sizes of micro-batches that may be chosen, the usual one first, then smaller ones."""
+    total, given = config.training.train_batch_size, config.training.per_device_train_batch_size
+    if total is None or given * config.training.gradient_accumulation_steps == total != 1:
+        return [given]
+    most = max(1, USUAL_TOKENS // config.data.max_length)
+    sizes = [size for size in range(1, total + 1) if total % size == 0]
+    return [size for size in reversed(sizes) if size <= most] or [1]
+
+
+def config_with(config: Config, micro_batch_size: int) -> Config:
+    """Return settings whose step is divided into micro-batches of this size."""
+    training = config.training
+    total = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    training = replace(
+        training,
+        per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=(training.train_batch_size or total) // micro_batch_size,
+    )
+    return replace(config, training=training)
+
+
+def with_micro_batches(prepared: Prepared, size: int) -> Prepared | None:
+    """Return a run whose steps are divided otherwise; None if that does not fit."""
+    config = config_with(prepared.config, size)
+    compute = compute_size(config, prepared.blocks, prepared.max_length, prepared.dtype)
+    try:
+        memory = plan_memory(prepared.parts, compute, prepared.limits, usual_proportions(config))
+    except CapacityError:
+        return None
+    rows = prepared.rows.divided(config) if prepared.rows else None
+    return replace(prepared, config=config, compute=compute, memory=memory, rows=rows)
+
+
+def usual_proportions(config: Config) -> Proportions:
+    """Return the proportions of memory that are taken without any measured rates."""
+    return Proportions(block_slots=config.io.prefetch_depth + 2)
 
 
 def _open_checkpoint(config: Config, *, weights_needed: bool) -> HfCheckpoint:
@@ -173,15 +235,11 @@ def read_rows(config: Config, checkpoint: HfCheckpoint) -> Rows:
     train = load_rows(config.data.train_file, tokenizer, config.data, vocab_size=vocab_size)
     padding = Padding.of(tokenizer)
     training = config.training
-    plan = BatchPlan(
-        train,
-        batch_size=training.per_device_train_batch_size,
-        accumulation_steps=training.gradient_accumulation_steps,
-        seed=training.seed if training.data_seed is None else training.data_seed,
-        shuffle=config.data.shuffle,
-        pack_length=config.data.max_length if config.data.packing else None,
-        padding=padding,
-    )
+    if (
+        training.train_batch_size
+    ):  # how it is divided, and so its memory, comes later; steps stay the same
+        config = config_with(config, micro_batch_sizes(config)[0])
+    plan = _batch_plan(config, train, padding)
     evaluation: list[Batch] = []
     if config.data.eval_file:
         held_out = load_rows(config.data.eval_file, tokenizer, config.data, vocab_size=vocab_size)
@@ -189,8 +247,20 @@ def read_rows(config: Config, checkpoint: HfCheckpoint) -> Rows:
         evaluation = list(eval_batches(held_out, batch_size=size, padding=padding))
     for line in train.report.summary():
         logger.info("%s", line)
-    return Rows(
-        train, plan, evaluation, plan.num_steps(training.num_train_epochs, training.max_steps)
+    steps = plan.num_steps(training.num_train_epochs, training.max_steps)
+    return Rows(train, plan, evaluation, steps, padding)
+
+
+def _batch_plan(config: Config, train: TokenizedRows, padding: Padding) -> BatchPlan:
+    training = config.training
+    return BatchPlan(
+        train,
+        batch_size=training.per_device_train_batch_size,
+        accumulation_steps=training.gradient_accumulation_steps,
+        seed=training.seed if training.data_seed is None else training.data_seed,
+        shuffle=config.data.shuffle,
+        pack_length=config.data.max_length if config.data.packing else None,
+        padding=padding,
     )
 
 
