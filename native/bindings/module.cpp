@@ -6,9 +6,12 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "ssdtune/adam.h"
+#include "ssdtune/codes.h"
 #include "ssdtune/engine.h"
 
 namespace py = pybind11;
@@ -125,25 +128,40 @@ class PyEngine {
 
 bool adamw(const py::object& weights, const py::object& low, const py::object& exp_avg,
            const py::object& exp_avg_sq, const py::object& grad, std::size_t size,
-           const std::vector<float>& s, unsigned threads, const std::string& level) {
+           const std::vector<float>& s, unsigned threads, const std::string& level,
+           const py::object& exp_avg_scale, const py::object& exp_avg_sq_scale,
+           const std::vector<std::uint32_t>& rounding) {
   if (s.size() != 8) throw py::value_error("AdamW takes eight scalars");
-  const View weight_view(weights, true);
-  const View exp_avg_view(exp_avg, true);
-  const View exp_avg_sq_view(exp_avg_sq, true);
-  const View grad_view(grad, false);
-  std::unique_ptr<View> low_view;
+  std::vector<std::unique_ptr<View>> views;
+  const auto array = [&views](const char* name, const char* format, const py::object& object,
+                              std::size_t count, auto*& elements) {
+    using Element = std::remove_reference_t<decltype(*elements)>;
+    views.push_back(std::make_unique<View>(object, !std::is_const_v<Element>));
+    elements = views.back()->elements<Element>(name, format, count);
+  };
   ssdtune::AdamArrays arrays;
-  if (low.is_none()) {
-    arrays.master = weight_view.elements<float>("weights", "f", size);
+  if (!low.is_none() || !rounding.empty()) {
+    array("weights", "H", weights, size, arrays.high);
   } else {
-    low_view = std::make_unique<View>(low, true);
-    arrays.high = weight_view.elements<std::uint16_t>("weights", "H", size);
-    arrays.low = low_view->elements<std::int16_t>("low", "h", size);
+    array("weights", "f", weights, size, arrays.master);
   }
-  arrays.exp_avg = exp_avg_view.elements<float>("exp_avg", "f", size);
-  arrays.exp_avg_sq = exp_avg_sq_view.elements<float>("exp_avg_sq", "f", size);
-  arrays.grad = grad_view.elements<float>("grad", "f", size);
+  if (!low.is_none()) array("low", "h", low, size, arrays.low);
+  if (exp_avg_scale.is_none()) {
+    array("exp_avg", "f", exp_avg, size, arrays.exp_avg);
+    array("exp_avg_sq", "f", exp_avg_sq, size, arrays.exp_avg_sq);
+  } else {
+    const std::size_t blocks = (size + ssdtune::kCodeBlock - 1) / ssdtune::kCodeBlock;
+    array("exp_avg", "B", exp_avg, size, arrays.exp_avg_code);
+    array("exp_avg_sq", "B", exp_avg_sq, size, arrays.exp_avg_sq_code);
+    array("exp_avg_scale", "f", exp_avg_scale, blocks, arrays.exp_avg_scale);
+    array("exp_avg_sq_scale", "f", exp_avg_sq_scale, blocks, arrays.exp_avg_sq_scale);
+  }
+  array("grad", "f", grad, size, arrays.grad);
   arrays.size = size;
+  if (!rounding.empty()) {
+    if (rounding.size() != 3) throw py::value_error("rounding takes two keys and an index");
+    arrays.rounding = {{rounding[0], rounding[1]}, rounding[2]};
+  }
   const ssdtune::AdamScalars scalars{s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
   const py::gil_scoped_release release;
   return ssdtune::adamw(arrays, scalars, threads, level);
@@ -177,7 +195,9 @@ PYBIND11_MODULE(_native, module) {
   module.def("simd_name", [] { return ssdtune::simd_levels().front(); });
   module.def("adamw", &adamw, py::arg("weights"), py::arg("low"), py::arg("exp_avg"),
              py::arg("exp_avg_sq"), py::arg("grad"), py::arg("size"), py::arg("scalars"),
-             py::arg("threads"), py::arg("level"));
+             py::arg("threads"), py::arg("level"), py::arg("exp_avg_scale") = py::none(),
+             py::arg("exp_avg_sq_scale") = py::none(),
+             py::arg("rounding") = std::vector<std::uint32_t>());
   module.def("sum_of_squares", &sum_of_squares, py::arg("values"), py::arg("size"),
              py::arg("threads"), py::arg("level"));
 }

@@ -3,9 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cmath>
+#include <cstring>
 #include <functional>
 #include <system_error>
 #include <thread>
+
+#include "ssdtune/codes.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -34,6 +38,8 @@ constexpr std::size_t kLanes = 16;
 constexpr std::uint32_t kNotFinite = 0x7f800000;
 // From here on the high half rounds to infinity.
 constexpr std::uint32_t kHighNotFinite = 0x7f7f8000;
+// Above the largest bfloat16, where chance decides.
+constexpr std::uint32_t kRoundedNotFinite = 0x7f7f0001;
 constexpr std::uint32_t kNoSign = 0x7fffffff;
 
 SSDTUNE_INLINE float new_weight(float weight, float grad, float& exp_avg, float& exp_avg_sq,
@@ -48,13 +54,15 @@ SSDTUNE_INLINE float new_weight(float weight, float grad, float& exp_avg, float&
   return decayed - (s.step_size * m) / denominator;
 }
 
+// What the weights are: see AdamArrays.
+enum class Weights { kMaster, kSplit, kRounded };
+
 // Updates elements [first, first + size) of whole masters; returns the largest absolute value's
-// bits.
+// bits. The moments start at the first of these elements.
 SSDTUNE_INLINE std::uint32_t update_masters(const AdamArrays& a, std::size_t first,
-                                            std::size_t size, const AdamScalars& s) {
+                                            std::size_t size, float* __restrict__ exp_avg,
+                                            float* __restrict__ exp_avg_sq, const AdamScalars& s) {
   float* __restrict__ weights = a.master + first;
-  float* __restrict__ exp_avg = a.exp_avg + first;
-  float* __restrict__ exp_avg_sq = a.exp_avg_sq + first;
   const float* __restrict__ grad = a.grad + first;
   std::uint32_t largest = 0;
   for (std::size_t i = 0; i < size; ++i) {
@@ -67,11 +75,10 @@ SSDTUNE_INLINE std::uint32_t update_masters(const AdamArrays& a, std::size_t fir
 
 // The same for masters in two halves.
 SSDTUNE_INLINE std::uint32_t update_halves(const AdamArrays& a, std::size_t first, std::size_t size,
-                                           const AdamScalars& s) {
+                                           float* __restrict__ exp_avg,
+                                           float* __restrict__ exp_avg_sq, const AdamScalars& s) {
   std::uint16_t* __restrict__ high = a.high + first;
   std::int16_t* __restrict__ low = a.low + first;
-  float* __restrict__ exp_avg = a.exp_avg + first;
-  float* __restrict__ exp_avg_sq = a.exp_avg_sq + first;
   const float* __restrict__ grad = a.grad + first;
   std::uint32_t largest = 0;
   for (std::size_t i = 0; i < size; ++i) {
@@ -88,36 +95,77 @@ SSDTUNE_INLINE std::uint32_t update_halves(const AdamArrays& a, std::size_t firs
   return largest;
 }
 
+// Sixteen random bits for an element; ssdtune/optim/rounding.py has the same hash.
+SSDTUNE_INLINE std::uint32_t random_bits(std::uint32_t index, std::uint32_t key0,
+                                         std::uint32_t key1) {
+  std::uint32_t x = index ^ key0;
+  x = (x ^ (x >> 16)) * 0x7feb352dU + key1;
+  x = (x ^ (x >> 15)) * 0x846ca68bU;
+  return x >> 16;
+}
+
+// The same for bfloat16 weights: the random bits are added to those that are then cut off.
+SSDTUNE_INLINE std::uint32_t update_rounded(const AdamArrays& a, std::size_t first,
+                                            std::size_t size, float* __restrict__ exp_avg,
+                                            float* __restrict__ exp_avg_sq, const AdamScalars& s) {
+  std::uint16_t* __restrict__ weights = a.high + first;
+  const float* __restrict__ grad = a.grad + first;
+  const std::uint32_t index = a.rounding.first + static_cast<std::uint32_t>(first);
+  const std::uint32_t key0 = a.rounding.key[0];
+  const std::uint32_t key1 = a.rounding.key[1];
+  std::uint32_t largest = 0;
+  for (std::size_t i = 0; i < size; ++i) {
+    const auto old = std::bit_cast<float>(static_cast<std::uint32_t>(weights[i]) << 16);
+    const float weight = new_weight(old, grad[i], exp_avg[i], exp_avg_sq[i], s);
+    const auto bits = std::bit_cast<std::uint32_t>(weight);
+    largest = std::max(largest, bits & kNoSign);
+    const std::uint32_t random = random_bits(index + static_cast<std::uint32_t>(i), key0, key1);
+    weights[i] = static_cast<std::uint16_t>((bits + random) >> 16);
+  }
+  return largest;
+}
+
+template <Weights kWeights>
+SSDTUNE_INLINE std::uint32_t update_piece(const AdamArrays& a, std::size_t first, std::size_t size,
+                                          float* exp_avg, float* exp_avg_sq, const AdamScalars& s) {
+  if constexpr (kWeights == Weights::kMaster) {
+    return update_masters(a, first, size, exp_avg, exp_avg_sq, s);
+  } else if constexpr (kWeights == Weights::kSplit) {
+    return update_halves(a, first, size, exp_avg, exp_avg_sq, s);
+  } else {
+    return update_rounded(a, first, size, exp_avg, exp_avg_sq, s);
+  }
+}
+
 template <typename T>
 SSDTUNE_INLINE void prefetch(const T* start, std::size_t size) {
   constexpr std::size_t kLine = 64 / sizeof(T);
   for (std::size_t i = 0; i < size; i += kLine) __builtin_prefetch(start + i);
 }
 
-template <bool kSplit>
-SSDTUNE_INLINE bool update(const AdamArrays& a, const AdamScalars& s) {
+// The same in pieces of a fixed size, so that the hardware's prefetchers, which stop at each page,
+// get help.
+template <Weights kWeights>
+SSDTUNE_INLINE std::uint32_t update_range(const AdamArrays& a, std::size_t first, std::size_t size,
+                                          float* exp_avg, float* exp_avg_sq, const AdamScalars& s) {
   std::uint32_t largest = 0;
   std::size_t i = 0;
-  // Pieces of a fixed size, so that the hardware's prefetchers, which stop at each page, get help.
-  for (; i + kPiece <= a.size; i += kPiece) {
-    if (i + kPiece + kAhead <= a.size) {
-      if constexpr (kSplit) {
-        prefetch(a.high + i + kAhead, kPiece);
-        prefetch(a.low + i + kAhead, kPiece);
-      } else {
-        prefetch(a.master + i + kAhead, kPiece);
-      }
-      prefetch(a.exp_avg + i + kAhead, kPiece);
-      prefetch(a.exp_avg_sq + i + kAhead, kPiece);
-      prefetch(a.grad + i + kAhead, kPiece);
+  for (; i + kPiece <= size; i += kPiece) {
+    if (const std::size_t ahead = first + i + kAhead; ahead + kPiece <= a.size) {
+      if constexpr (kWeights == Weights::kMaster) prefetch(a.master + ahead, kPiece);
+      if constexpr (kWeights != Weights::kMaster) prefetch(a.high + ahead, kPiece);
+      if constexpr (kWeights == Weights::kSplit) prefetch(a.low + ahead, kPiece);
+      prefetch(a.grad + ahead, kPiece);
     }
-    largest = std::max(largest,
-                       kSplit ? update_halves(a, i, kPiece, s) : update_masters(a, i, kPiece, s));
+    if (i + kAhead + kPiece <= size) {
+      prefetch(exp_avg + i + kAhead, kPiece);
+      prefetch(exp_avg_sq + i + kAhead, kPiece);
+    }
+    largest = std::max(
+        largest, update_piece<kWeights>(a, first + i, kPiece, exp_avg + i, exp_avg_sq + i, s));
   }
-  const std::size_t rest = a.size - i;
-  largest =
-      std::max(largest, kSplit ? update_halves(a, i, rest, s) : update_masters(a, i, rest, s));
-  return largest < (kSplit ? kHighNotFinite : kNotFinite);
+  return std::max(largest,
+                  update_piece<kWeights>(a, first + i, size - i, exp_avg + i, exp_avg_sq + i, s));
 }
 
 // Sum over one block: kLanes partial sums over elements i, i + kLanes, ..., then the lanes in
@@ -141,18 +189,35 @@ SSDTUNE_INLINE double sum_block(const float* values, std::size_t size) {
   return sum;
 }
 
+// Updates elements [first, first + size), whose moments are given; returns the largest absolute
+// weight's bits.
+using Update = std::uint32_t (*)(const AdamArrays&, std::size_t first, std::size_t size,
+                                 float* exp_avg, float* exp_avg_sq, const AdamScalars&);
+
 struct Kernels {
   const char* name;
-  bool (*update)(const AdamArrays&, const AdamScalars&);
-  double (*sum_block)(const float*, std::size_t);
   bool (*supported)();
+  Update masters, halves, rounded;
+  const CodeLoops& codes;
+  double (*sum_block)(const float*, std::size_t);
 };
 
-#define SSDTUNE_KERNELS(name, target)                                      \
-  target bool update_##name(const AdamArrays& a, const AdamScalars& s) {   \
-    return a.master != nullptr ? update<false>(a, s) : update<true>(a, s); \
-  }                                                                        \
+#define SSDTUNE_KERNELS(name, target)                                                           \
+  template <Weights kWeights>                                                                   \
+  target std::uint32_t update_##name(const AdamArrays& a, std::size_t first, std::size_t size,  \
+                                     float* exp_avg, float* exp_avg_sq, const AdamScalars& s) { \
+    return update_range<kWeights>(a, first, size, exp_avg, exp_avg_sq, s);                      \
+  }                                                                                             \
   target double sum_block_##name(const float* v, std::size_t n) { return sum_block(v, n); }
+
+#define SSDTUNE_ROW(name, supported, codes) \
+  {#name,                                   \
+   supported,                               \
+   update_##name<Weights::kMaster>,         \
+   update_##name<Weights::kSplit>,          \
+   update_##name<Weights::kRounded>,        \
+   codes,                                   \
+   sum_block_##name}
 
 SSDTUNE_KERNELS(baseline, )
 #if defined(__x86_64__)
@@ -169,10 +234,11 @@ bool has_avx512() {
 
 constexpr Kernels kKernels[] = {
 #if defined(__x86_64__)
-    {"avx512", update_avx512, sum_block_avx512, has_avx512},
-    {"avx2", update_avx2, sum_block_avx2, has_avx2},
+    SSDTUNE_ROW(avx512, has_avx512, kCodesAvx512),
+    SSDTUNE_ROW(avx2, has_avx2, kCodesAvx2),
 #endif
-    {"baseline", update_baseline, sum_block_baseline, [] { return true; }},
+    SSDTUNE_ROW(
+        baseline, [] { return true; }, kCodesBaseline),
 };
 
 const Kernels& kernels(const std::string& level) {
@@ -180,6 +246,64 @@ const Kernels& kernels(const std::string& level) {
     if (level == k.name && k.supported()) return k;
   }
   return kKernels[std::size(kKernels) - 1];
+}
+
+// Moments in 8 bits: a block's are decoded, updated and encoded in the nearest cache.
+std::uint32_t update_blocks(const AdamArrays& a, const AdamScalars& s, Update update,
+                            const CodeLoops& loops, float& largest_scale) {
+  alignas(64) float exp_avg[kCodeBlock];
+  alignas(64) float exp_avg_sq[kCodeBlock];
+  std::uint32_t largest = 0;
+  const auto update_block = [&](std::size_t first, std::size_t size, std::uint8_t* exp_avg_code,
+                                std::uint8_t* exp_avg_sq_code) {
+    float& exp_avg_scale = a.exp_avg_scale[first / kCodeBlock];
+    float& exp_avg_sq_scale = a.exp_avg_sq_scale[first / kCodeBlock];
+    loops.decode_signed(exp_avg_code, exp_avg_scale, exp_avg);
+    loops.decode_unsigned(exp_avg_sq_code, exp_avg_sq_scale, exp_avg_sq);
+    largest = std::max(largest, update(a, first, size, exp_avg, exp_avg_sq, s));
+    std::fill(exp_avg + size, std::end(exp_avg), 0.0F);
+    std::fill(exp_avg_sq + size, std::end(exp_avg_sq), 0.0F);
+    exp_avg_scale = loops.encode_signed(exp_avg, exp_avg_code);
+    exp_avg_sq_scale = loops.encode_unsigned(exp_avg_sq, exp_avg_sq_code);
+    for (const float scale : {exp_avg_scale, exp_avg_sq_scale}) {
+      largest_scale = std::isfinite(scale) ? std::max(largest_scale, scale) : INFINITY;
+    }
+  };
+  const std::size_t whole = a.size / kCodeBlock * kCodeBlock;
+  for (std::size_t i = 0; i < whole; i += kCodeBlock) {
+    if (i + kAhead + kCodeBlock <= a.size) {
+      prefetch(a.exp_avg_code + i + kAhead, kCodeBlock);
+      prefetch(a.exp_avg_sq_code + i + kAhead, kCodeBlock);
+    }
+    update_block(i, kCodeBlock, a.exp_avg_code + i, a.exp_avg_sq_code + i);
+  }
+  if (const std::size_t rest = a.size - whole; rest > 0) {  // filled up with zeros
+    std::uint8_t exp_avg_code[kCodeBlock] = {};
+    std::uint8_t exp_avg_sq_code[kCodeBlock] = {};
+    std::memcpy(exp_avg_code, a.exp_avg_code + whole, rest);
+    std::memcpy(exp_avg_sq_code, a.exp_avg_sq_code + whole, rest);
+    update_block(whole, rest, exp_avg_code, exp_avg_sq_code);
+    std::memcpy(a.exp_avg_code + whole, exp_avg_code, rest);
+    std::memcpy(a.exp_avg_sq_code + whole, exp_avg_sq_code, rest);
+  }
+  return largest;
+}
+
+// True if all that is new is finite.
+bool update(const AdamArrays& a, const AdamScalars& s, const Kernels& k) {
+  Update update = k.rounded;
+  std::uint32_t limit = kRoundedNotFinite;
+  if (a.master != nullptr) {
+    update = k.masters;
+    limit = kNotFinite;
+  } else if (a.low != nullptr) {
+    update = k.halves;
+    limit = kHighNotFinite;
+  }
+  if (a.exp_avg != nullptr) return update(a, 0, a.size, a.exp_avg, a.exp_avg_sq, s) < limit;
+  float largest_scale = 0;
+  return update_blocks(a, s, update, k.codes, largest_scale) < limit &&
+         std::isfinite(largest_scale);
 }
 
 // Plain IEEE arithmetic while it lives, whatever the caller set (torch.set_flush_denormal).
@@ -233,16 +357,24 @@ bool adamw(const AdamArrays& arrays, const AdamScalars& scalars, unsigned thread
            const std::string& level) {
   const Kernels& k = kernels(level);
   std::atomic<bool> finite{true};
-  in_parallel(arrays.size, 64, threads, [&](std::size_t first, std::size_t last) {
+  in_parallel(arrays.size, kCodeBlock, threads, [&](std::size_t first, std::size_t last) {
+    const auto advance = [first](auto*& array, std::size_t step = 1) {
+      if (array != nullptr) array += first / step;
+    };
     AdamArrays piece = arrays;
-    if (piece.master != nullptr) piece.master += first;
-    if (piece.high != nullptr) piece.high += first;
-    if (piece.low != nullptr) piece.low += first;
-    piece.exp_avg += first;
-    piece.exp_avg_sq += first;
+    advance(piece.master);
+    advance(piece.high);
+    advance(piece.low);
+    advance(piece.exp_avg);
+    advance(piece.exp_avg_sq);
+    advance(piece.exp_avg_code);
+    advance(piece.exp_avg_sq_code);
+    advance(piece.exp_avg_scale, kCodeBlock);
+    advance(piece.exp_avg_sq_scale, kCodeBlock);
+    piece.rounding.first += static_cast<std::uint32_t>(first);
     piece.grad += first;
     piece.size = last - first;
-    if (!k.update(piece, scalars)) finite = false;
+    if (!update(piece, scalars, k)) finite = false;
   });
   return finite;
 }

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(compiler is None, reason="no C++ compiler")
 def build(folder: Path, program: str, *flags: str) -> Path:
     """Compile one of native/tests with the sources that it tests."""
     target = folder / program
-    kernels = {NATIVE / "src" / "adam.cpp"}
+    kernels = {NATIVE / "src" / name for name in ("adam.cpp", "codes.cpp")}
     sources = kernels if program == "adam_test" else {*(NATIVE / "src").glob("*.cpp")} - kernels
     sources = [*sorted(sources), NATIVE / "tests" / f"{program}.cpp"]
     command = [compiler, *FLAGS, *flags, "-I", NATIVE / "include", *sources, "-o", target]
