@@ -50,7 +50,7 @@ def contradictions(config: Config) -> list[str]:
     if memory.host_cache and memory.host_memory and memory.host_cache > memory.host_memory:
         found.append("memory.host_cache is part of memory.host_memory and cannot be larger")
     for name in ("request_bytes", "chunk_bytes"):
-        if getattr(io, name) % _PAGE:
+        if (getattr(io, name) or 0) % _PAGE:
             found.append(f"io.{name} must be a multiple of {_PAGE}, not {getattr(io, name)}")
     if len({Path(folder).resolve() for folder in io.swap_dirs}) < len(io.swap_dirs):
         found.append("io.swap_dirs names the same folder twice")

@@ -192,14 +192,22 @@ class IoConfig:
         "how bytes move; kvikio only if named, it needs an NVIDIA driver and ssdtune[gds]",
         choices=("auto", "io_uring", "libaio", "threads", "python", "kvikio"),
     )
-    queue_depth: int = setting(16, "requests in flight", low=1, high=1024)
-    request_bytes: int = setting(1 << 20, "size of one request", size=True, low=4096, high=1 << 30)
+    queue_depth: int | None = setting(
+        None, "requests in flight; by default what ssdtune profile found best, else 16", low=1, high=1024
+    )  # fmt: skip
+    request_bytes: int | None = setting(
+        None, "size of one request; by default what ssdtune profile found best, else 1MiB",
+        size=True, low=4096, high=1 << 30,
+    )  # fmt: skip
     direct: bool = setting(True, "bypass the page cache (O_DIRECT)")
-    chunk_bytes: int = setting(
-        16 << 20, "piece of a state that the optimizer works on", size=True, low=4096
-    )
+    chunk_bytes: int | None = setting(
+        None, "piece of an fp32 state that the optimizer works on; by default the planner's choice, "
+        "16MiB without a profile", size=True, low=4096,
+    )  # fmt: skip
     adam_threads: int | None = setting(
-        None, "threads of the optimizer; all cores by default", low=1
+        None,
+        "threads of the optimizer; by default what ssdtune profile found best, else all cores",
+        low=1,
     )
     prefetch_depth: int = setting(1, "blocks read ahead of the one that computes", low=0)
     rated_terabytes_written: float | None = setting(

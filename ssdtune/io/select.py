@@ -32,19 +32,26 @@ class BackendProbe(NamedTuple):
     reason: str
 
 
-def open_backend(name: str = "auto", *, queue_depth: int, request_bytes: int) -> Backend:
+QUEUE_DEPTH = 16
+REQUEST_BYTES = 1 << 20
+
+
+def open_backend(
+    name: str = "auto", *, queue_depth: int | None = None, request_bytes: int | None = None
+) -> Backend:
     """Open an I/O backend.
 
     Args:
         name: One of `BACKENDS` or `ON_REQUEST`, or "auto" for the first of `BACKENDS` that works (one logged
             line says which were passed over, and why).
-        queue_depth: Requests in flight.
-        request_bytes: Size of one request; a multiple of 4096.
+        queue_depth: Requests in flight; `QUEUE_DEPTH` by default.
+        request_bytes: Size of one request, a multiple of 4096; `REQUEST_BYTES` by default.
 
     Raises:
         BackendUnavailableError: The named backend does not work on this machine.
         ValueError: Unknown name, or sizes that make no sense.
     """
+    queue_depth, request_bytes = queue_depth or QUEUE_DEPTH, request_bytes or REQUEST_BYTES
     if name != "auto":
         return _make(name, queue_depth, request_bytes)
     problem = extension_problem()
@@ -61,7 +68,9 @@ def open_backend(name: str = "auto", *, queue_depth: int, request_bytes: int) ->
     raise AssertionError("the python backend always works")
 
 
-def probe_backends(*, queue_depth: int = 16, request_bytes: int = 1 << 20) -> list[BackendProbe]:
+def probe_backends(
+    *, queue_depth: int = QUEUE_DEPTH, request_bytes: int = REQUEST_BYTES
+) -> list[BackendProbe]:
     """Try every one of `BACKENDS` with these settings and say what works."""
     probes = []
     for name in BACKENDS:

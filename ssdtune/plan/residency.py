@@ -18,6 +18,8 @@ from ssdtune.units import MIB, format_memory
 SOURCE_SCRATCH_BYTES = 32 * MIB
 CHUNK_SLOTS = 4
 """Pieces of optimizer states in flight: one read ahead, one complete, one computed, one written."""
+CHUNK_BYTES = 16 * MIB
+"""Of an fp32 state, where neither user nor planner chose."""
 CHECK_BYTES = 1 << 20
 """Largest piece of a state that has a checksum of its own in the store."""
 RESERVE_BYTES = 192 * MIB
@@ -113,7 +115,7 @@ class MemoryPlan:
     gradient_slots: int = 2
     input_slots: int = 0
     chunk_slots: int = CHUNK_SLOTS
-    chunk_bytes: int = 16 * MIB
+    chunk_bytes: int = CHUNK_BYTES
     budget_bytes: int = 0
     breakdown: dict[str, int] = field(default_factory=dict, hash=False)
 
@@ -144,6 +146,7 @@ class Proportions:
         block_slots, chunk_slots: At most; fewer if memory is short.
         deferred_stages: Without clipping, so many stages, the first ones of a step, are updated in the next step.
         inputs_on_ssd: Block inputs go to SSD though they would find room.
+        chunk_bytes: Where the limits leave it open.
     """
 
     kept_blocks: int | None = None
@@ -151,6 +154,7 @@ class Proportions:
     chunk_slots: int = CHUNK_SLOTS
     deferred_stages: int = 0
     inputs_on_ssd: bool = False
+    chunk_bytes: int = CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class MemoryLimits:
         budget_bytes: The most the whole process may take.
         cache_bytes: Limit for resident parts, and 0 also sends gradients and block inputs to SSD and keeps no
             activations; None for what is left.
-        chunk_bytes: Bytes of an fp32 state that the optimizer works on at once.
+        chunk_bytes: Bytes of an fp32 state that the optimizer works on at once; None leaves it open.
         clipping: Gradients must wait for the global norm.
         activations: Where block inputs wait: "auto", "host" or "ssd".
         recompute: Whether blocks are run again in backward: "auto", "always" or "never".
@@ -171,7 +175,7 @@ class MemoryLimits:
     base_bytes: int
     budget_bytes: int
     cache_bytes: int | None = None
-    chunk_bytes: int = 16 * MIB
+    chunk_bytes: int | None = None
     clipping: bool = True
     activations: str = "auto"
     recompute: str = "auto"
@@ -217,7 +221,7 @@ class _Planner:
         plan = MemoryPlan(
             frozenset(), deferred, deferred, kept,
             input_slots=0 if limits.activations == "host" or limits.recompute == "never" else 2,
-            chunk_bytes=limits.chunk_bytes, budget_bytes=limits.budget_bytes,
+            chunk_bytes=limits.chunk_bytes or wanted.chunk_bytes, budget_bytes=limits.budget_bytes,
         )  # fmt: skip
         for block_slots, chunk_slots in self._slots():
             plan = replace(plan, block_slots=block_slots, chunk_slots=chunk_slots)

@@ -20,6 +20,7 @@ from ssdtune.plan.residency import (
     Proportions,
     plan_memory,
 )
+from ssdtune.units import MIB
 
 LEAST_GAIN = 0.002
 """A choice that makes a step shorter by less isn't taken: the simulator isn't that exact."""
@@ -52,6 +53,8 @@ def choices(parts: Sequence[PartSize], limits: MemoryLimits) -> dict[str, list[A
         "chunk_slots": [3, 4, 6, 8, 12],
         "inputs_on_ssd": [False, True],
     }
+    if limits.chunk_bytes is None:
+        found["chunk_bytes"] = [size * MIB for size in (4, 8, 16, 32)]
     if not limits.clipping:
         found["deferred_stages"] = [0, 2, *(2 + n for n in _shares(blocks, (0.1, 0.25, 0.5)) if n)]
     return found

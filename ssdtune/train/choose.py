@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ssdtune.config.schema import Config
 from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.blocks import digest_of
 from ssdtune.hardware.profile import HardwareProfile, Rates
@@ -89,6 +90,26 @@ def choose(prepared: Prepared, profile: HardwareProfile) -> Chosen:
     return Chosen(
         better, forecaster.forecast(found.plan), found, tuple(_changes(better, forecaster, found))
     )
+
+
+def tuned(config: Config, profile: HardwareProfile | None) -> Config:
+    """Return settings in which what was left open is what the profile found best."""
+    if profile is None:
+        return config
+    io, places = config.io, [place for place in profile.directories if place.queue_depth]
+    if places:
+        place = max(places, key=lambda place: place.mixed_bytes_per_s)
+        io = replace(
+            io,
+            queue_depth=io.queue_depth or place.queue_depth,
+            request_bytes=io.request_bytes or place.request_bytes,
+            backend=place.backend if io.backend == "auto" else io.backend,
+        )
+    kernels = [point for point in profile.adam if point.form != "numpy"]
+    if kernels and io.adam_threads is None:
+        best = max(kernels, key=lambda point: point.parameters_per_s)
+        io = replace(io, adam_threads=best.threads)
+    return replace(config, io=io)
 
 
 def _divide(prepared: Prepared, profile: HardwareProfile) -> Prepared:

@@ -23,6 +23,7 @@ from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError, Interrupted
 from ssdtune.hardware.known import known
 from ssdtune.hardware.memory import process_memory
+from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.io.backend import Backend
 from ssdtune.io.buffers import BufferPool
 from ssdtune.io.select import open_backend
@@ -46,7 +47,7 @@ from ssdtune.train.checkpoint import (
     read_manifest,
     read_state,
 )
-from ssdtune.train.choose import Chosen, choose
+from ssdtune.train.choose import Chosen, choose, tuned
 from ssdtune.train.disk import DiskPlan, plan_disk
 from ssdtune.train.engine import Engine, make_step_shape
 from ssdtune.train.exporting import write_result
@@ -135,8 +136,10 @@ def finetune(
     resumed = _resumed_from(config, output_dir)
     if resumed:
         config = _divided_as_before(config, resumed[1])
+    profile = known()
+    config = tuned(config, profile)
     prepared = prepare(config)
-    chosen = _choose(prepared)
+    chosen = _choose(prepared, profile)
     if chosen is not None:
         prepared = chosen.prepared
     config = prepared.config
@@ -171,9 +174,8 @@ def finetune(
         return run.run()
 
 
-def _choose(prepared: Prepared) -> Chosen | None:
+def _choose(prepared: Prepared, profile: HardwareProfile | None) -> Chosen | None:
     """Return the run with the fastest plan for this machine; None if it was not measured."""
-    profile = known()
     if profile is None:
         logger.info("no forecast: this machine was not measured (ssdtune profile DIR)")
         return None
@@ -334,7 +336,7 @@ class _Run:
         prepare_directories([str(path) for path in disk.directories])
         return Store.create(
             disk.directories, disk.units, copies=disk.copies, run_id=uuid.uuid4().hex, backend=backend,
-            output_dir=self.output_dir, check_bytes=check_bytes_of(self.config.io.chunk_bytes), direct=direct,
+            output_dir=self.output_dir, check_bytes=check_bytes_of(self.prepared.memory.chunk_bytes), direct=direct,
         )  # fmt: skip
 
     def _close_store(self, store: Store) -> None:
