@@ -320,7 +320,8 @@ def values_of(leaf: Leaf) -> st.SearchStrategy:
 
 CONTRADICTING = (
     "model.adapter", "lora.target_modules", "data.completion_only_loss", "training.eval_steps",
-    "training.num_train_epochs", "training.warmup_steps", "memory.host_cache", "io.swap_dirs",
+    "training.num_train_epochs", "training.warmup_steps", "training.train_batch_size", "memory.host_cache",
+    "io.swap_dirs",
 )  # fmt: skip
 
 
