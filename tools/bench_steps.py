@@ -126,7 +126,7 @@ def _parse() -> argparse.Namespace:
         help="nothing cached and a small budget, or all the memory there is",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", type=int, default=5, help="at least 3; the first and the last don't count"
+        "--steps", type=int, default=6, help="at least 4; the first two and the last don't count"
     )
     parser.add_argument(
         "--in-memory-steps", type=int, default=3, help="the first doesn't count; 0 leaves this out"
@@ -142,8 +142,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the JSON after each cell")
     parser.add_argument("extra", nargs="*", help="further flags of ssdtune finetune, after --")
     args = parser.parse_args()
-    if args.steps < 3:
-        parser.error("--steps must be at least 3: the first and the last don't count")
+    if args.steps < 4:
+        parser.error("--steps must be at least 4: the first two and the last don't count")
     if args.in_memory_steps == 1:
         parser.error("--in-memory-steps must be 0 or at least 2: the first doesn't count")
     if min(args.batches) < 1:

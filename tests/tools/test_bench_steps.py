@@ -146,7 +146,7 @@ def test_first_and_last_step_do_not_count() -> None:
         (10**9, 10**9),
     ]
     result = {"peak_memory_bytes": 90, "planned_memory_bytes": 110, "losses": []}
-    found = measured(CELL, steps([9, 1, 2, 4, 9]), Watched("", io, peak_bytes=100), result)
+    found = measured(CELL, steps([9, 9, 1, 2, 4, 9]), Watched("", io, peak_bytes=100), result)
     assert found["step_s"] == 2
     assert found["lane_s"] == {"compute": 1}
     assert found["kernel_read_bytes_per_parameter"] == 2
@@ -154,12 +154,12 @@ def test_first_and_last_step_do_not_count() -> None:
     assert found["own_read_bytes_per_parameter"] == 8
     assert found["peak_memory_bytes"] == 100
     with pytest.raises(Failed, match="more steps are needed"):
-        measured(CELL, steps([9, 1, 9]), Watched("", io[:1]), result)
+        measured(CELL, steps([9, 9, 1, 9]), Watched("", io[:2]), result)
 
 
 def test_work_follows_the_plan_and_the_bytes() -> None:
     memory = {"deferred": ["head", "embed"], "kept": ["block.0"]}
-    step = step_of(CELL, steps([1, 1, 1]), memory, trained=PARAMETERS, split=True)
+    step = step_of(CELL, steps([1, 1, 1, 1]), memory, trained=PARAMETERS, split=True)
     assert step.streamed_states == step.streamed_weights == 0.5
     size = SIZES["tiny"]
     assert step.deferred_share == pytest.approx(2 * size.head_parameters / PARAMETERS, rel=1e-2)
@@ -205,7 +205,7 @@ def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [("--steps", "2"), ("--in-memory-steps", "1"), ("--batches", "0")]
+    "flags", [("--steps", "3"), ("--in-memory-steps", "1"), ("--batches", "0")]
 )
 def test_settings_that_measure_nothing_are_refused(tmp_path: Path, flags: tuple[str, str]) -> None:
     result = bench(*flags, "--work-dir", str(tmp_path))
@@ -216,14 +216,14 @@ def test_settings_that_measure_nothing_are_refused(tmp_path: Path, flags: tuple[
 
 def one_cell(folder: Path, *flags: str) -> dict[str, Any]:
     result = bench(
-        "--quick", "--models", "tiny", "--batches", "1", "--steps", "3", "--work-dir", str(folder), "--json", *flags,
+        "--quick", "--models", "tiny", "--batches", "1", "--steps", "4", "--work-dir", str(folder), "--json", *flags,
         timeout=380,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr + result.stdout
     assert list(folder.iterdir()) == []
     document = json.loads(result.stdout)
     (record,) = document["cells"]
-    assert len(record["all_step_s"]) == 3
+    assert len(record["all_step_s"]) == 4
     if document["machine"]["file_system"] in ("tmpfs", "overlay"):
         record["kernel_read_bytes_per_parameter"] = None  # the kernel doesn't count there
     assert min(record["to_bound"], record["to_ultimate"], record["forecast_s"]) > 0

@@ -24,6 +24,9 @@ from bench.process import Failed, Watched, run, run_json
 SEQUENCE = 256
 MODES = {"overlap": "0", "deferred": "1.0"}
 """Values of max_grad_norm: without clipping AdamW runs beside backward, with it beside the next forward."""
+COUNTED = slice(2, -1)
+"""Steps that count. The first takes over the weights; the first update, in a deferred run the second step's, finds no moments
+to read; the last step ends with all pending updates."""
 SLACK = 1.05
 """Host memory that streamed runs get, beside what the plan needs without any cache."""
 BENCH = Path(__file__).resolve().parent
@@ -173,14 +176,13 @@ def _measure(cell: Cell, bench: Bench, output: Path) -> dict[str, Any]:
 def measured(
     cell: Cell, steps: list[dict[str, Any]], seen: Watched, result: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a run's figures per step. The first step, which takes over the weights, and the last, which ends with all
-    pending updates, don't count."""
-    counted, parameters = steps[1:-1], cell.size.parameters
+    """Return a run's figures per step."""
+    counted, parameters = steps[COUNTED], cell.size.parameters
     if len(seen.io) < len(steps) - 1:
         raise Failed("the run ended before its bytes could be read; more steps are needed")
     per_step = {}
     for number, way in enumerate(("read", "written")):
-        moved = seen.io[len(steps) - 2][number] - seen.io[0][number]
+        moved = seen.io[len(steps) - 2][number] - seen.io[COUNTED.start - 1][number]
         own = sum(sum(step[f"bytes_{way}"].values()) for step in counted)
         per_step[f"kernel_{way}_bytes_per_parameter"] = moved / len(counted) / parameters
         per_step[f"own_{way}_bytes_per_parameter"] = own / len(counted) / parameters
@@ -221,7 +223,7 @@ def step_of(
         trained: Elements that the optimizer updates.
         split: The master weight is in two halves.
     """
-    counted, size, frozen = steps[1:-1], cell.size, cell.method == "lora"
+    counted, size, frozen = steps[COUNTED], cell.size, cell.method == "lora"
 
     def moved(way: str, kind: str) -> float:
         return statistics.fmean(step[f"bytes_{way}"].get(kind, 0) for step in counted)
