@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdtune.plan.generate import StepShape, generate_training_step
+from ssdtune.plan.generate import EMBED, StepShape, generate_training_step
+from ssdtune.plan.ledger import Ledger, ModelShape, TrainingShape
 from ssdtune.plan.schedule import Kind, Lane, Schedule
 from ssdtune.plan.simulator import Cost, simulate
 
@@ -179,18 +180,24 @@ def test_one_resource_for_all_is_a_serial_machine(job: tuple[Schedule, list[Cost
 
 
 def test_a_hundred_blocks() -> None:
-    stages = ["outer", "embed", *(f"block.{i}" for i in range(100))]
-    shape = StepShape(100, 4, True, frozenset(stages), update="overlap")
-    schedule = generate_training_step(shape)
+    pieces = 10
+    ledger = Ledger(
+        ModelShape(num_blocks=100, hidden=8, block_parameters=1000),
+        TrainingShape(tokens=8, sequence=8),
+    )
+    blocks = {name: stage for name, stage in ledger.stages(pieces=pieces).items() if name != EMBED}
+    schedule = generate_training_step(StepShape(100, 4, True, stages=blocks))
     kinds = {
         Kind.LOAD: {"ssd": 1.0}, Kind.UPLOAD: {"h2d": 0.5}, Kind.FORWARD: {"compute": 0.5},
-        Kind.BACKWARD: {"compute": 1.5}, Kind.UPDATE: {"ssd": 12.0, "cores": 2.0},
+        Kind.BACKWARD: {"compute": 1.5}, Kind.UPDATE: {"cores": 0.2},
+        Kind.LOAD_STATES: {"ssd": 0.7}, Kind.SAVE_STATES: {"ssd": 0.5},
     }  # fmt: skip
     work = [Cost(kinds.get(operation.kind, {})) for operation in schedule.operations]
     result = simulate(schedule, work)
     updates = sum(operation.kind == Kind.UPDATE for operation in schedule.operations)
     loads = sum(operation.kind == Kind.LOAD for operation in schedule.operations)
+    assert updates == 100 * pieces
     assert result.binding == "ssd"
-    assert result.resource_s["ssd"] == pytest.approx(12.0 * updates + loads)
+    assert result.resource_s["ssd"] == pytest.approx(1.2 * updates + loads)
     # Forward is bound by computing (2 s a block), backward by the drives.
     assert result.step_s == pytest.approx(result.resource_s["ssd"] + 100, rel=0.05)
