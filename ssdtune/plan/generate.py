@@ -337,7 +337,7 @@ class _Gradients:
             if not name and stage in (OUTER, EMBED, HEAD):
                 name = OUTER if stage == OUTER else "ends"
             elif not name:
-                name = f"block.{self.next_block_slot}"
+                name = passing_slot(self.next_block_slot)
                 self.next_block_slot = (self.next_block_slot + 1) % self.shape.gradient_slots
             self.current[stage] = name
         return self.current[stage]
@@ -375,6 +375,11 @@ class _Gradients:
 def gradient_slot(shape: StepShape, stage: str) -> str:
     """Return the slot in which a stage's gradient waits for the next step; "" if it doesn't wait in memory."""
     return stage if stage in shape.deferred - shape.gradients_on_ssd else ""
+
+
+def passing_slot(number: int) -> str:
+    """Return the name of a slot for gradients of blocks that don't wait in memory."""
+    return f"passing.{number}"  # not that of a block's stage, whose gradient may wait meanwhile
 
 
 class _Inputs:

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ssdtune.device.base import Device, Event
+from ssdtune.device.base import Device, Event, Pin
 from ssdtune.io.backend import ALIGNMENT
 from ssdtune.io.buffers import Buffer, BufferPool, aligned_size
 from ssdtune.io.tickets import Tickets
 from ssdtune.model.build import base_name
 from ssdtune.model.layout import ModelLayout, Part, Stage, TensorSpec
 from ssdtune.model.source import WeightSource
+from ssdtune.plan.generate import passing_slot
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.store.layout import StateSpec, UnitSpec
 from ssdtune.store.store import Store
@@ -83,6 +84,8 @@ class _WeightSlot:
     place: torch.Tensor | None
     stage: str = ""
     on_device: dict[str, torch.Tensor] = field(default_factory=dict)
+    used: Event | None = None
+    """The last compute that reads it."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ class SwapManager:
         self._pool = pool
         self._resident: dict[str, ResidentPart] = {}
         self._buffers: list[Buffer] = []
+        self._pins: list[Pin] = []
         self._weights = self._make_weight_slots()
         self._gradients = self._make_gradient_slots()
         self._inputs = [self._buffer(input_bytes, "block inputs") for _ in range(plan.input_slots)]
@@ -162,6 +166,7 @@ class SwapManager:
             return torch.empty(0, dtype=torch.uint8)
         buffer = self._pool.take(num_bytes, purpose)
         self._buffers.append(buffer)
+        self._pins.append(self.device.pin(buffer.view))
         return _bytes_of(buffer)
 
     def _stages_by_class(self) -> dict[str, list[Stage]]:
@@ -181,7 +186,7 @@ class SwapManager:
             )
             for slot in names:
                 host = self._buffer(streamed, f"weights of {name}")
-                slots[slot] = _WeightSlot(host, self.device.allocate(whole))
+                slots[slot] = _WeightSlot(host, self.device.allocate(whole, "weight slots"))
         return slots
 
     def _make_gradient_slots(self) -> dict[str, _GradientSlot]:
@@ -190,7 +195,7 @@ class SwapManager:
             passing = [s for s in stages if s.name not in self.plan.gradients_in_memory]
             numel = max((_gradient_numel(stage) for stage in passing), default=0)
             count = self.plan.gradient_slots if name == "block" else 1
-            names = [f"block.{i}" for i in range(count)] if name == "block" else [name]
+            names = [passing_slot(i) for i in range(count)] if name == "block" else [name]
             sizes |= dict.fromkeys(names, numel)
         for stage in self.layout.stages.values():
             if stage.name in self.plan.gradients_in_memory:
@@ -198,7 +203,7 @@ class SwapManager:
         slots = {}
         for name, numel in sizes.items():
             host = self._buffer(4 * numel, "gradients").view(torch.float32)
-            place = self.device.allocate(4 * numel) if numel else None
+            place = self.device.allocate(4 * numel, "gradients") if numel else None
             slots[name] = _GradientSlot(host, host if place is None else place.view(torch.float32))
         return slots
 
@@ -253,11 +258,15 @@ class SwapManager:
             if place is not None:
                 place = place[place_offset : place_offset + part.weight_bytes]
                 place_offset += aligned_size(part.weight_bytes)
-            there, event = self.device.upload(host, place)
+            there, event = self.device.upload(host, place, slot.used)
             slot.on_device[part.name] = there.view(part.dtype)
             events.append(event)
         for event in events:
             event.wait()
+
+    def mark_used(self, slot_name: str, event: Event) -> None:
+        """Note the last compute that reads a slot's weights on the device."""
+        self._weights[slot_name].used = event
 
     def weights(self, stage_name: str, slot_name: str) -> dict[str, torch.Tensor]:
         """Return an uploaded stage's parameters by name: views on the device, valid until the slot is reused."""
@@ -399,6 +408,9 @@ class SwapManager:
             del self._weights[name]
         self._gradients.clear()
         self._inputs.clear()
+        for pin in self._pins:
+            pin.close()
+        self._pins.clear()
         for buffer in self._buffers:
             self._pool.give(buffer)
         self._buffers.clear()
@@ -409,7 +421,7 @@ class SwapManager:
         """Return a gradient slot that is large enough for the stage, for use outside of a schedule."""
         if stage_name in self.plan.gradients_in_memory or stage_name == "outer":
             return stage_name
-        return "ends" if stage_name in ("embed", "head") else "block.0"
+        return "ends" if stage_name in ("embed", "head") else passing_slot(0)
 
     def gradient(self, part: Part, slot_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a trained part's gradient in a slot, fp32 [N]: on the host, and where it is summed up."""
@@ -457,7 +469,7 @@ class SwapManager:
         shape, dtype = self._input_shapes[slot_name]
         num_bytes = shape.numel() * dtype.itemsize
         there, event = self.device.upload(
-            self._input(slot_name)[:num_bytes], self.device.allocate(num_bytes)
+            self._input(slot_name)[:num_bytes], self.device.allocate(num_bytes, "block inputs")
         )
         self.device.compute_waits(event)
         self._input_uploads[slot_name] = event
