@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ssdtune.data.batches import Batch
-from ssdtune.device.base import Device
+from ssdtune.device.base import Device, Event
 from ssdtune.errors import SsdtuneError
 from ssdtune.model.blocks import BlockModel, Entry
 from ssdtune.model.layout import ModelLayout, Part, Stage
@@ -32,7 +32,7 @@ from ssdtune.plan.generate import (
     generate_training_step,
 )
 from ssdtune.plan.residency import MemoryPlan
-from ssdtune.plan.schedule import Kind, Operation
+from ssdtune.plan.schedule import Kind, Lane, Operation, Schedule
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import OutOfCoreAdam, PartPiece
 from ssdtune.train.lanes import Lanes, Span
@@ -84,6 +84,7 @@ class _State:
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     graphs: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    computed: dict[str, Event] = field(default_factory=dict)
     gradient_slots: dict[str, str] = field(default_factory=lambda: {OUTER: OUTER})
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -157,7 +158,7 @@ class Engine:
         shape = replace(self.shape, num_micro_batches=len(batches), pending=self.pending)
         schedule = generate_training_step(shape)
         state = self._begin(batches, step, num_items, training=True, learning_rate=learning_rate)
-        spans = self._lanes.run(schedule, self._execute)
+        spans = self._run(schedule)
         self._pending = state.update if shape.deferred else None
         loss = float(sum(loss.item() for loss in state.losses))
         return StepResult(loss, state.norm, state.update.scale, num_items, spans)
@@ -165,7 +166,7 @@ class Engine:
     def flush(self) -> None:
         """Make the updates that are pending, so that weights and states are those after the last step."""
         if self.pending:
-            self._lanes.run(generate_flush(self.shape), self._execute)
+            self._run(generate_flush(self.shape))
             self._pending = None
 
     def evaluate(
@@ -184,7 +185,7 @@ class Engine:
         )
         schedule = generate_evaluation(shape)
         state = self._begin(batches, 0, 1, training=False, learning_rate=0.0)
-        self._lanes.run(schedule, self._execute)
+        self._run(schedule)
         return float(sum(loss.item() for loss in state.losses)), num_items
 
     def _begin(
@@ -208,6 +209,15 @@ class Engine:
             num_items,
         )  # fmt: skip
         return self._state
+
+    def _run(self, schedule: Schedule) -> list[Span]:
+        try:
+            return self._lanes.run(schedule, self._execute)
+        except Exception as error:
+            explained = self.device.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _execute(self, operation: Operation) -> None:
         stage, slot, m = operation.stage, operation.slot, operation.micro_batch
@@ -251,6 +261,11 @@ class Engine:
                 )  # fmt: skip
             case Kind.SAVE_STATES:
                 self.adam.save(stage, operation.piece, slot, weight_slot=operation.weight_slot)
+        if operation.lane == Lane.COMPUTE and stage:
+            self._state.computed[stage] = self._state.computed[OUTER] = event = self.device.record()
+            for used in (stage, OUTER):
+                if used in self._slot_of:
+                    self.swap.mark_used(self._slot_of[used], event)
 
     # Compute lane
 
@@ -406,7 +421,7 @@ class Engine:
         for part in self.blocks.layout.stages[stage].parts:
             if part.trained:
                 host, on_device = self.swap.gradient(part, slot)
-                self.device.download(on_device, host).wait()
+                self.device.download(on_device, host, state.computed[stage]).wait()
                 for index, spec in enumerate(part.tensors):
                     if state.update.present[part.name][index]:
                         total += sum_of_squares(part.view(host, spec).view(-1))

@@ -187,7 +187,8 @@ WAITS: dict[str, tuple[type, str, str, str]] = {
     ),
     "gradients are downloaded": (
         Engine, "_collect",
-        "self.device.download(on_device, host).wait()", "self.device.download(on_device, host)",
+        "self.device.download(on_device, host, state.computed[stage]).wait()",
+        "self.device.download(on_device, host, state.computed[stage])",
     ),
     "inputs are downloaded": (
         SwapManager, "stage_input",
