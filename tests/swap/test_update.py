@@ -1,4 +1,4 @@
-"""AdamW in chunks, from drives and back, equals AdamW on whole arrays, bit for bit, and fails without damage."""
+"""AdamW in pieces, from drives and back, equals AdamW on whole arrays, bit for bit, and fails without damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from tests.adversarial import LateBackend
 
 SETTINGS = AdamSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, threads=1)
 SIZES = ((3000, True), (1, False), (5000, True), (64, False))
-"""Elements of the tensors and whether they decay: chunks end within them and between them."""
+"""Elements of the tensors and whether they decay: pieces end within them and between them."""
+WEIGHTS = "block.0"
+"""The slot for weights."""
 
 
 def make_part(dtype: torch.dtype) -> Part:
@@ -71,10 +73,70 @@ class Rig:
     late: LateBackend
     pool: BufferPool
 
-    def adam(self, chunk_bytes: int) -> OutOfCoreAdam:
-        return OutOfCoreAdam(
-            [self.part], self.swap, SETTINGS, chunk_bytes=chunk_bytes, pool=self.pool
-        )
+    def adam(self) -> OutOfCoreAdam:
+        return OutOfCoreAdam(self.swap, SETTINGS, pool=self.pool)
+
+    @property
+    def gradient_slot(self) -> str:
+        return self.swap.gradient_slot(self.part.stage)
+
+    def give_gradient(self, gradient: torch.Tensor) -> None:
+        """Put a gradient where the next update finds it."""
+        host, _ = self.swap.gradient(self.part, self.gradient_slot)
+        host.copy_(gradient)
+        if self.part.stage in self.swap.plan.gradients_on_ssd:
+            self.swap.save_gradient(self.part.stage, self.gradient_slot)
+            host.fill_(float("nan"))
+
+    def update(
+        self,
+        adam: OutOfCoreAdam,
+        has_gradient: list[bool],
+        gradient: torch.Tensor,
+        lr: float = 0.01,
+        scale: float = 1.0,
+        *,
+        weights: str = "read",
+        order: str = "ahead",
+    ) -> None:
+        """Update the part as the lanes do.
+
+        Args:
+            weights: "read" into their slot with the states, which held other things, or "there" already.
+            order: One piece after the other ("serial"), or each read as long as possible before it is computed, and
+                written as late as possible ("ahead").
+        """
+        self.give_gradient(gradient)
+        stage, streamed = self.part.stage, not self.swap.is_resident(self.part)
+        if streamed and weights == "read":
+            self.swap.host_weights(self.part, WEIGHTS).view(torch.uint8).fill_(255)
+        waits = stage not in self.swap.plan.gradients_on_ssd
+        count, slots = len(adam.pieces[stage]), self.swap.plan.chunk_slots
+
+        def load(number: int) -> None:
+            adam.load(
+                stage, number, f"chunk.{number % slots}", weight_slot=WEIGHTS,
+                with_weights=weights == "read", with_gradient=not waits,
+            )  # fmt: skip
+
+        def compute(number: int) -> None:
+            adam.update(
+                stage, number, f"chunk.{number % slots}" if streamed else "",
+                {self.part.name: has_gradient}, weight_slot=WEIGHTS if streamed else "",
+                gradient_slot=self.gradient_slot if waits else "", lr=lr, scale=scale,
+            )  # fmt: skip
+
+        def save(number: int) -> None:
+            adam.save(stage, number, f"chunk.{number % slots}", weight_slot=WEIGHTS)
+
+        late = slots - 1 if order == "ahead" else 0
+        for turn in range(count + late):
+            if streamed and turn < count:
+                load(turn)
+            if 0 <= turn - late // 2 < count:
+                compute(turn - late // 2)
+            if streamed and turn >= late:
+                save(turn - late)
 
     def live(self) -> dict[str, torch.Tensor]:
         """Return the states as they are now."""
@@ -114,11 +176,23 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def make_rig(tmp_path: Path, dtype: torch.dtype) -> Iterator[Callable[..., Rig]]:
     opened: list[tuple[Store, LateBackend]] = []
 
-    def make(*, resident: bool = False, gradients: str = "ssd", copies: int = 1) -> Rig:
+    def make(
+        *,
+        resident: bool = False,
+        gradients: str = "ssd",
+        copies: int = 1,
+        chunk_bytes: int = 8192,
+        chunk_slots: int = 3,
+    ) -> Rig:
         part = make_part(dtype)
         stages = {name: Stage(name, ()) for name in ("outer", "embed")}
         layout = ModelLayout(stages | {"block.0": Stage("block.0", (part,))}, 1, True)
-        plan = MemoryPlan(frozenset({part.name} if resident else ()), gradients, 1, 1, 0, 1 << 30)
+        deferred = frozenset({part.stage} if gradients != "overlap" else ())
+        plan = MemoryPlan(
+            frozenset({part.name} if resident else ()), deferred,
+            deferred if gradients == "ssd" else frozenset(),
+            block_slots=1, gradient_slots=1, chunk_slots=chunk_slots, chunk_bytes=chunk_bytes,
+        )  # fmt: skip
         faults, pool = Faulty(), BufferPool()
         backend = LateBackend("python", queue_depth=1, request_bytes=4096)
         backend._inner.close()
@@ -132,7 +206,7 @@ def make_rig(tmp_path: Path, dtype: torch.dtype) -> Iterator[Callable[..., Rig]]
             layout, plan, source=_Source(), initial={}, split=split_master, join=join_master,  # type: ignore[arg-type]
             store=store, device=CpuDevice(), pool=pool, input_bytes=4096,
         )  # fmt: skip
-        swap.load("block.0", "block.0")
+        swap.load(part.stage, WEIGHTS)
         return Rig(part, store, swap, faults, backend, pool)
 
     yield make
@@ -188,32 +262,36 @@ HAS_GRADIENT = (
 """Step by step; tensors without a gradient are left alone and their steps are not counted."""
 
 
-@pytest.mark.parametrize("where", ["ssd", "host", "resident"])
+@pytest.mark.parametrize("order", ["serial", "ahead"])
+@pytest.mark.parametrize("where", ["ssd", "host", "overlap", "resident"])
 @pytest.mark.parametrize("chunk_bytes", [4096, 16384, 24576, 1 << 20])
-def test_chunks_equal_whole_arrays(
-    make_rig: Callable[..., Rig], where: str, chunk_bytes: int
+def test_pieces_equal_whole_arrays(
+    make_rig: Callable[..., Rig], where: str, chunk_bytes: int, order: str
 ) -> None:
-    rig = make_rig(resident=where == "resident", gradients="ssd" if where == "ssd" else "host")
-    adam, yardstick = rig.adam(chunk_bytes), Yardstick(rig.part)
+    """Wherever states, gradients and weights come from, and however far pieces are read ahead."""
+    resident = where == "resident"
+    rig = make_rig(
+        resident=resident, gradients="host" if resident else where, chunk_bytes=chunk_bytes
+    )
+    adam, yardstick = rig.adam(), Yardstick(rig.part)
+    sizes = [piece.stop - piece.start for piece in adam.pieces["block.0"]]
+    wanted = {4096: [2048] * 4, 16384: [4096] * 2, 24576: [6144, 2048], 1 << 20: [8192]}
+    assert sizes == ([8192] if resident else wanted[chunk_bytes])
     for step, has_gradient in enumerate(HAS_GRADIENT):
         gradient = gradient_of(rig.part, step)
-        host, _ = rig.swap.gradient(rig.part, rig.swap.gradient_slot("block.0"))
-        host.copy_(gradient)
-        if where == "ssd":
-            rig.swap.save_gradient("block.0", "block.0")
-            host.fill_(float("nan"))
-        adam.update(
-            rig.part,
-            has_gradient,
-            None if where == "ssd" else host,
-            lr=0.01 * (step + 1),
-            scale=0.5,
+        weights = "there" if step % 2 else "read"
+        rig.update(
+            adam, has_gradient, gradient, 0.01 * (step + 1), 0.5, weights=weights, order=order
         )
         yardstick.update(has_gradient, gradient, 0.01 * (step + 1), 0.5)
         yardstick.assert_equal(rig.live())
+        if not resident:  # what compute goes on with
+            updated = rig.swap.host_weights(rig.part, WEIGHTS)
+            assert torch.equal(updated, rig.live()["weights"])
         assert adam.steps == {"block.0": yardstick.steps}
+        assert not rig.swap.fresh
     assert yardstick.steps == [2, 2, 3, 2]
-    if where == "resident":
+    if resident:
         rig.swap.flush()
         assert rig.store.version("block.0") == 0
 
@@ -221,20 +299,48 @@ def test_chunks_equal_whole_arrays(
 def test_steps_continue(make_rig: Callable[..., Rig]) -> None:
     """A resumed run takes the counts over; bias correction then goes on."""
     rig, other = make_rig(), make_rig()
-    first, yardstick = rig.adam(8192), Yardstick(rig.part)
+    first, yardstick = rig.adam(), Yardstick(rig.part)
     for step, has_gradient in enumerate(HAS_GRADIENT):
         if step == 2:
-            steps, first = first.steps, rig.adam(8192)
+            steps, first = first.steps, rig.adam()
             first.steps = steps
-        first.update(rig.part, has_gradient, gradient_of(rig.part, step), lr=0.01, scale=1.0)
+        rig.update(first, has_gradient, gradient_of(rig.part, step))
         yardstick.update(has_gradient, gradient_of(rig.part, step), 0.01, 1.0)
     yardstick.assert_equal(rig.live())
-    forgetful = other.adam(8192)
+    forgetful = other.adam()
     for step, has_gradient in enumerate(HAS_GRADIENT):
         forgetful.steps = {"block.0": [0, 0, 0, 0]}
-        forgetful.update(other.part, has_gradient, gradient_of(rig.part, step), lr=0.01, scale=1.0)
+        other.update(forgetful, has_gradient, gradient_of(rig.part, step))
     with pytest.raises(AssertionError):
         yardstick.assert_equal(other.live())
+
+
+def test_the_old_version_lives_until_the_last_piece_is_written(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(copies=2)
+    adam = rig.adam()
+    rig.update(adam, [True] * 4, gradient_of(rig.part, 0))
+    rig.store.freeze("checkpoint")
+    before, version = rig.live(), rig.store.version("block.0")
+    rig.give_gradient(gradient_of(rig.part, 1))
+    last = len(adam.pieces["block.0"]) - 1
+    for number in range(last + 1):
+        assert rig.store.version("block.0") == version
+        assert all(torch.equal(state, before[name]) for name, state in rig.live().items())
+        slots = {"slot": "chunk.0", "weight_slot": WEIGHTS}
+        adam.load("block.0", number, **slots, with_weights=True, with_gradient=True)
+        adam.update(
+            "block.0", number, has_gradient={"block.0": [True] * 4}, gradient_slot="", lr=0.01,
+            scale=1.0, **slots,
+        )  # fmt: skip
+        adam.save("block.0", number, **slots)
+    assert last == 3
+    assert rig.store.version("block.0") != version
+    yardstick = Yardstick(rig.part)
+    for step in range(2):
+        yardstick.update([True] * 4, gradient_of(rig.part, step), 0.01, 1.0)
+    yardstick.assert_equal(rig.live())
 
 
 @pytest.mark.parametrize("call", range(0, 16, 3))
@@ -244,14 +350,17 @@ def test_a_fault_leaves_a_frozen_version_whole(
 ) -> None:
     """Whatever call fails: the checkpoint's states are as they were, and no transfer is left on a buffer."""
     rig = make_rig(copies=2)
-    adam = rig.adam(8192)
-    adam.update(rig.part, [True] * 4, gradient_of(rig.part, 0), lr=0.01, scale=1.0)
+    adam = rig.adam()
+    rig.update(adam, [True] * 4, gradient_of(rig.part, 0))
     rig.store.freeze("checkpoint")
     before, version = rig.live(), rig.store.version("block.0")
+    gradient = gradient_of(rig.part, 1)
     calls = iter(range(1000))
+    rig.give_gradient(gradient)
+    rig.give_gradient = lambda _: None  # type: ignore[method-assign]  # only the update fails
     setattr(rig.faults, kind, lambda offset: next(calls) == call)
     with pytest.raises(StorageError) as raised:
-        adam.update(rig.part, [True] * 4, gradient_of(rig.part, 1), lr=0.01, scale=1.0)
+        rig.update(adam, [True] * 4, gradient)
     assert raised.value.errno == (errno.EIO if kind == "fail_read" else errno.ENOSPC)
     assert not rig.late.unwaited
     assert rig.store.version("block.0") == version
@@ -260,14 +369,14 @@ def test_a_fault_leaves_a_frozen_version_whole(
 
 def test_a_weight_that_is_not_finite_is_named(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(copies=2)
-    adam = rig.adam(8192)
-    adam.update(rig.part, [True] * 4, gradient_of(rig.part, 0), lr=0.01, scale=1.0)
+    adam = rig.adam()
+    rig.update(adam, [True] * 4, gradient_of(rig.part, 0))
     rig.store.freeze("checkpoint")
     before = rig.live()
     gradient = gradient_of(rig.part, 1)
     gradient[rig.part.tensors[2].offset + 4000] = float("nan")
     with pytest.raises(SsdtuneError, match=r"tensor\.2: step 2: a weight is not finite"):
-        adam.update(rig.part, [True] * 4, gradient, lr=0.01, scale=1.0)
+        rig.update(adam, [True] * 4, gradient)
     assert not rig.late.unwaited
     assert all(torch.equal(state, before[name]) for name, state in rig.live().items())
 
@@ -275,11 +384,11 @@ def test_a_weight_that_is_not_finite_is_named(make_rig: Callable[..., Rig]) -> N
 def test_a_gradient_that_is_nowhere_hurts_nobody(make_rig: Callable[..., Rig]) -> None:
     """Where no tensor has a gradient, what lies in the slot is never looked at."""
     rig = make_rig()
-    adam = rig.adam(8192)
-    adam.update(rig.part, [True] * 4, gradient_of(rig.part, 0), lr=0.01, scale=1.0)
+    adam = rig.adam()
+    rig.update(adam, [True] * 4, gradient_of(rig.part, 0))
     before = rig.live()
     garbage = torch.full((rig.part.numel,), float("nan"))
-    adam.update(rig.part, [False] * 4, garbage, lr=0.01, scale=1.0)
+    rig.update(adam, [False] * 4, garbage)
     assert all(
         torch.equal(rig.part.view(state, spec), rig.part.view(before[name], spec))
         for name, state in rig.live().items()
@@ -288,14 +397,16 @@ def test_a_gradient_that_is_nowhere_hurts_nobody(make_rig: Callable[..., Rig]) -
     assert adam.steps == {"block.0": [1, 1, 1, 1]}
 
 
-def test_memory_of_chunks(make_rig: Callable[..., Rig]) -> None:
-    """Three chunks of 16 bytes an element, no larger than the part; none where nothing is streamed."""
-    rig = make_rig()
-    for chunk_bytes, elements in ((8192, 2048), (16384, 4096), (1 << 30, 8192)):
+@pytest.mark.parametrize("gradients", ["ssd", "host"])
+def test_memory_of_pieces(make_rig: Callable[..., Rig], gradients: str, dtype: torch.dtype) -> None:
+    """Slots for pieces no larger than the part, with a gradient only if it comes from SSD; none if all is resident."""
+    each = 8 + 2 * (dtype == torch.bfloat16) + 4 * (gradients == "ssd")
+    for chunk_bytes, numel, slots in ((8192, 2048, 3), (16384, 4096, 2), (1 << 30, 8192, 5)):
+        rig = make_rig(gradients=gradients, chunk_bytes=chunk_bytes, chunk_slots=slots)
         before = rig.pool.allocated_bytes
-        rig.adam(chunk_bytes)
-        assert rig.pool.allocated_bytes - before == 3 * 16 * elements
+        rig.adam()
+        assert rig.pool.allocated_bytes - before == slots * each * numel
     resident = make_rig(resident=True, gradients="host")
     before = resident.pool.allocated_bytes
-    resident.adam(8192)
+    resident.adam()
     assert resident.pool.allocated_bytes == before
