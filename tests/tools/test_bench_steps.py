@@ -139,8 +139,9 @@ def steps(seconds: list[float]) -> list[dict[str, Any]]:
     ]
 
 
-def test_first_and_last_step_do_not_count() -> None:
+def test_the_first_two_steps_and_the_last_do_not_count() -> None:
     io = [
+        (7, 7),
         (100, 0),
         *[(100 + i * 2 * PARAMETERS, i * PARAMETERS) for i in (1, 2, 3)],
         (10**9, 10**9),
