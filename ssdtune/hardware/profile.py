@@ -46,6 +46,7 @@ class Rates:
         both_bytes_per_s: Sum of both directions at once; None on a CPU.
         forward_flop_per_s, backward_flop_per_s: Of a block, by dtype ("fp32", "bf16"), at the largest
             micro-batch that was measured.
+        adam_core_share: Share of the cores that AdamW takes at that rate.
     """
 
     read_bytes_per_s: float
@@ -60,6 +61,7 @@ class Rates:
     both_bytes_per_s: float | None
     forward_flop_per_s: Mapping[str, float]
     backward_flop_per_s: Mapping[str, float]
+    adam_core_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,9 @@ class HardwareProfile:
             tokens: Of a micro-batch; between measured sizes rates are interpolated. By default the largest.
         """
         io, both = self.together, self.contention
-        adam = max((point.parameters_per_s for point in self.adam), default=0.0)
+        fastest = max(self.adam, key=lambda point: point.parameters_per_s, default=None)
+        adam = fastest.parameters_per_s if fastest else 0.0
+        cores = int(self.machine.get("cores") or 1)
         # Alone and together were measured at another time than `adam` and `together`: only their ratio is used.
         adam_share = (
             both.adam_with_io_parameters_per_s / both.adam_parameters_per_s if both else 1.0
@@ -133,6 +137,7 @@ class HardwareProfile:
             both_bytes_per_s=self._copy("both"),
             forward_flop_per_s={dtype: rates[0] for dtype, rates in compute.items()},
             backward_flop_per_s={dtype: rates[1] for dtype, rates in compute.items()},
+            adam_core_share=min(1.0, fastest.threads / cores) if fastest else 1.0,
         )
 
     def _copy(self, direction: str) -> float | None:

@@ -5,8 +5,9 @@ this module turns it into seconds per resource, and `ssdtune.plan.simulator` sha
 Nothing is measured here.
 
 Resources: `ssd` (all drives together; reads and writes take turns), `h2d` and `d2h` (the two directions of the
-link between host and device), `compute` (the device), `cores` (CPU), `dram` (memory bandwidth). On a machine
-that computes on its CPU, `compute` doesn't exist: blocks and optimizer share `cores`.
+link between host and device), `compute` (the device), `cores` (CPU), `adam` (the threads of the optimizer, which
+need not take all cores), `dram` (memory bandwidth). On a machine that computes on its CPU, `compute` doesn't exist:
+blocks and optimizer share `cores`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Work:
         h2d_bytes, d2h_bytes: Between host and device.
         flop: On the device.
         dram_bytes: Moved in host memory besides the above, each of which counts once there too.
+        copied_bytes: Read and written by the device in between computing: gradients added up, norms taken.
         adam_elements: Elements updated by the optimizer on the CPU.
         acquires_bytes, releases_bytes: Memory by kind, taken at the start and given back at the end.
     """
@@ -38,6 +40,7 @@ class Work:
     d2h_bytes: float = 0
     flop: float = 0
     dram_bytes: float = 0
+    copied_bytes: float = 0
     adam_elements: float = 0
     acquires_bytes: tuple[tuple[str, int], ...] = ()
     releases_bytes: tuple[tuple[str, int], ...] = ()
@@ -58,7 +61,9 @@ class Hardware:
             add up; the higher, the nearer the sum is to the longer of both (see `ssd_s`).
         request_s: Fixed seconds of one transfer of a whole state or matrix.
         dram_bytes_per_s: Memory bandwidth that copies and the optimizer can use together.
-        adam_elements_per_s: AdamW with all cores and data in memory.
+        adam_elements_per_s: AdamW with data in memory.
+        adam_core_share: Share of the cores that it occupies.
+        io_core_share: Share of the cores that transfers occupy while the drives are busy.
         host_bytes, device_bytes: Memory.
         computes_on_cpu: Blocks and optimizer share the cores.
     """
@@ -76,6 +81,8 @@ class Hardware:
     request_s: float = 0.0
     dram_bytes_per_s: float = float("inf")
     adam_elements_per_s: float
+    adam_core_share: float = 1.0
+    io_core_share: float = 0.0
     host_bytes: int = 0
     device_bytes: int = 0
     computes_on_cpu: bool = False
@@ -121,14 +128,18 @@ class Hardware:
     def cost(self, work: Work) -> Cost:
         """Return what an operation costs on this machine."""
         moved = work.read_bytes + work.write_bytes + work.h2d_bytes + work.d2h_bytes
-        compute = self.compute_s(work.flop)
-        adam = work.adam_elements / self.adam_elements_per_s
+        compute, adam = self.compute_s(work.flop), work.adam_elements / self.adam_elements_per_s
+        if self.computes_on_cpu:
+            compute += work.copied_bytes / self.dram_bytes_per_s
+        ssd = self.ssd_s(work.read_bytes, work.write_bytes, work.requests)
+        cores = adam * self.adam_core_share + ssd * self.io_core_share
         seconds = {
-            "ssd": self.ssd_s(work.read_bytes, work.write_bytes, work.requests),
+            "ssd": ssd,
             "h2d": work.h2d_bytes / self.h2d_bytes_per_s,
             "d2h": work.d2h_bytes / self.d2h_bytes_per_s,
             "compute": 0.0 if self.computes_on_cpu else compute,
-            "cores": adam + (compute if self.computes_on_cpu else 0.0),
+            "cores": cores + (compute if self.computes_on_cpu else 0.0),
+            "adam": adam,
             "dram": (moved + work.dram_bytes) / self.dram_bytes_per_s,
         }
         return Cost(

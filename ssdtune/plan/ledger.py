@@ -38,6 +38,7 @@ AMOUNTS = (
     "d2h_bytes",
     "flop",
     "dram_bytes",
+    "copied_bytes",
     "adam_elements",
 )
 """Fields of `Work` that are proportional to the work."""
@@ -330,15 +331,23 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
                 else (("host", ledger.kept_bytes(operation.kept, micro)),)
             )
             work = ledger.backward(recompute=not operation.kept)
-            return replace(scaled(work, micro), releases_bytes=held)
+            added = _added_bytes(operation, stage, training)
+            return replace(scaled(work, micro), releases_bytes=held, copied_bytes=added)
         case Kind.SAVE_INPUT:
             return Work(write_bytes=moved, requests=1)
         case Kind.LOAD_INPUT:
             return Work(read_bytes=moved, requests=1)
         case Kind.LOSS:
-            return scaled(ledger.loss(), micro)
+            added = _added_bytes(operation, stage, training)
+            return replace(scaled(ledger.loss(), micro), copied_bytes=added)
+        case Kind.ENTRY_BACKWARD if not ledger.model.tied and not operation.micro_batch:
+            return Work(copied_bytes=4 * stage.trained_numel)  # the sum begins with zeros
         case Kind.COLLECT_GRADIENT:
-            return Work(d2h_bytes=gradient, acquires_bytes=(("host", gradient),) if waits else ())
+            return Work(
+                d2h_bytes=gradient,
+                copied_bytes=gradient,  # their squares are summed up
+                acquires_bytes=(("host", gradient),) if waits else (),
+            )
         case Kind.SAVE_GRADIENT:
             return Work(write_bytes=moved, requests=requests)
         case Kind.LOAD_STATES:
@@ -357,3 +366,9 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
             return Work(write_bytes=moved, requests=(3 + training.split_master) * states)
         case _:
             return Work()
+
+
+def _added_bytes(operation: Operation, stage: StageShape, training: TrainingShape) -> float:
+    """Return what adding a micro-batch's gradient to the sum reads and writes; the first one is copied."""
+    per_element = training.weight_bytes + (8 if operation.micro_batch else 4)
+    return per_element * stage.trained_numel

@@ -176,8 +176,23 @@ def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
         drive_write_bytes_per_s=rates.write_bytes_per_s,
         dram_bytes_per_s=rates.memory_bytes_per_s or infinite,
         adam_elements_per_s=rates.adam_parameters_per_s,
+        adam_core_share=rates.adam_core_share,
+        io_core_share=_io_core_share(rates),
         computes_on_cpu=rates.h2d_bytes_per_s is None,
     )
+
+
+def _io_core_share(rates: Rates) -> float:
+    """Return the share of the cores that I/O takes, from how much AdamW and I/O slow each other down.
+
+    If I/O takes x of the cores beside AdamW, which takes all, both get 1 / (1 + x) of their own pace.
+    """
+    if not (rates.adam_parameters_per_s and rates.mixed_bytes_per_s):
+        return 0.0
+    adam = rates.adam_with_io_parameters_per_s / rates.adam_parameters_per_s
+    moved = rates.io_with_adam_bytes_per_s / rates.mixed_bytes_per_s
+    pace = (adam + moved) / 2
+    return max(0.0, 1 / pace - 1) if pace > 0 else 0.0
 
 
 def dtype_name(dtype: torch.dtype) -> str:
