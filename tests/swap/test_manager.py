@@ -17,7 +17,13 @@ from ssdtune.model.build import build_model
 from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.layout import ModelLayout
 from ssdtune.optim.adamw import join_master, split_master
-from ssdtune.plan.residency import ComputeSize, plan_memory
+from ssdtune.plan.residency import (
+    ComputeSize,
+    MemoryLimits,
+    MemoryPlan,
+    Proportions,
+    plan_memory,
+)
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
 from ssdtune.train.prepare import part_sizes
@@ -35,13 +41,20 @@ def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def make(
-    layout: ModelLayout, cache_bytes: int | None, **options: Any
+    layout: ModelLayout, cache_bytes: int | None, *, block_slots: int = 3, **options: Any
 ) -> tuple[SwapManager, BufferPool]:
-    settings = {"clipping": True, "prefetch_depth": 1, "activations": "auto"} | options
+    limits = MemoryLimits(
+        **({"base_bytes": 0, "budget_bytes": 1 << 40, "chunk_bytes": 8192} | options),
+        cache_bytes=cache_bytes,
+    )
     plan = plan_memory(
-        part_sizes(layout), ComputeSize(0, 0, INPUT_BYTES, 2, 0), num_blocks=layout.num_blocks,
-        base_bytes=0, budget_bytes=1 << 40, cache_bytes=cache_bytes, chunk_bytes=8192, **settings,
+        part_sizes(layout), ComputeSize(0, 0, INPUT_BYTES, 2, 0, kept_bytes=1 << 20), limits,
+        Proportions(block_slots=block_slots),
     )  # fmt: skip
+    return make_with(layout, plan)
+
+
+def make_with(layout: ModelLayout, plan: MemoryPlan) -> tuple[SwapManager, BufferPool]:
     pool = BufferPool()
     swap = SwapManager(
         layout, plan, source=None, initial={}, split=split_master, join=join_master,  # type: ignore[arg-type]
@@ -53,7 +66,9 @@ def make(
 CASES: tuple[dict[str, Any], ...] = (
     {"cache_bytes": 0},
     {"cache_bytes": 0, "clipping": False},
-    {"cache_bytes": 0, "prefetch_depth": 3, "activations": "host"},
+    {"cache_bytes": 0, "block_slots": 5, "activations": "host"},
+    {"cache_bytes": 0, "recompute": "never"},
+    {"cache_bytes": 1},
     {"cache_bytes": 50_000, "activations": "ssd"},
     {"cache_bytes": 100_000},
     {"cache_bytes": None},
@@ -63,14 +78,24 @@ CASES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_slots_take_what_was_planned(layout: ModelLayout, options: dict[str, Any]) -> None:
-    swap, pool = make(layout, **options)
+    assert_takes_what_was_planned(*make(layout, **options))
+
+
+@pytest.mark.parametrize("room", range(0, 11))
+def test_short_memory_is_used_as_planned(layout: ModelLayout, room: int) -> None:
+    """From the fewest slots on, over gradients of some stages, to all that there is."""
+    least = make(layout, 0, block_slots=1)[0].plan.host_bytes
+    most = make(layout, None)[0].plan.host_bytes
+    swap, pool = make(layout, None, budget_bytes=least + (most - least) * room // 10)
+    assert_takes_what_was_planned(swap, pool)
+
+
+def assert_takes_what_was_planned(swap: SwapManager, pool: BufferPool) -> None:
     planned = swap.plan.breakdown
     inputs = planned["block inputs"] if swap.plan.input_slots else 0
     assert pool.allocated_bytes == planned["weight slots"] + planned["gradients"] + inputs
     before = pool.allocated_bytes
-    OutOfCoreAdam(
-        layout.trained_parts, swap, AdamSettings(0.9, 0.99, 1e-8, 0.0), chunk_bytes=8192, pool=pool
-    )
+    OutOfCoreAdam(swap, AdamSettings(0.9, 0.99, 1e-8, 0.0), pool=pool)
     chunks = pool.allocated_bytes - before
     assert chunks <= planned["optimizer chunks"]
     swap.free_slots()
@@ -78,24 +103,29 @@ def test_slots_take_what_was_planned(layout: ModelLayout, options: dict[str, Any
     assert pool.allocated_bytes == chunks
 
 
-@pytest.mark.parametrize("gradients", ["host", "ssd", "overlap"])
-def test_gradients_of_a_slot_do_not_overlap(layout: ModelLayout, gradients: str) -> None:
-    clipping, cache = gradients != "overlap", 0 if gradients == "ssd" else None
-    swap, _ = make(layout, cache, clipping=clipping)
-    assert swap.plan.gradients == gradients
-    for stage in layout.stages.values():
-        places = [
-            swap.gradient(part, swap.gradient_slot(stage.name))[0]
-            for part in stage.parts
-            if part.trained
-        ]
-        for number, place in enumerate(places):
-            place.fill_(number)
-        for number, (place, part) in enumerate(
-            zip(places, (p for p in stage.parts if p.trained), strict=True)
-        ):
-            assert place.shape == (part.numel,)
-            assert bool((place == number).all())
+@pytest.mark.parametrize("gradients", ["host", "ssd", "some on ssd", "overlap"])
+def test_gradients_do_not_overlap(layout: ModelLayout, gradients: str) -> None:
+    """Those of a slot's parts, and those of stages that wait in memory with all others."""
+    trained = [name for name, stage in layout.stages.items() if stage.trained]
+    on_ssd = {"ssd": trained, "some on ssd": trained[::2]}.get(gradients, [])
+    plan = MemoryPlan(
+        frozenset(),
+        frozenset() if gradients == "overlap" else frozenset(trained),
+        frozenset(on_ssd),
+    )
+    swap, _ = make_with(layout, plan)
+    written: list[tuple[str, torch.Tensor, int]] = []
+    # those that pass through a slot first: they may not touch what waits
+    order = sorted(trained, key=lambda name: name not in plan.gradients_in_memory)
+    for stage in order:
+        if stage not in plan.gradients_in_memory:
+            written = [entry for entry in written if entry[0] in plan.gradients_in_memory]
+        for part in layout.stages[stage].parts:
+            if part.trained:
+                place, _ = swap.gradient(part, swap.gradient_slot(stage))
+                assert place.shape == (part.numel,)
+                written.append((stage, place.fill_(len(written)), len(written)))
+        assert all(bool((place == number).all()) for _, place, number in written), stage
 
 
 def test_weights_of_another_stage_are_not_given_out(layout: ModelLayout, tmp_path: Path) -> None:
