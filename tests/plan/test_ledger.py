@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from ssdtune.plan.ledger import Ledger, ModelShape, TrainingShape, work_of
 from ssdtune.plan.schedule import Kind
 
 SMALL = ModelShape.gpt(4, 64, vocabulary=100, positions=32)
+UNTIED = replace(SMALL, tied=False)
 MACHINE = Hardware(
     name="test",
     flop_per_s=1e12,
@@ -22,22 +25,41 @@ MACHINE = Hardware(
 )
 
 
-def step(ledger: Ledger, update: str = "overlap", **arguments) -> dict[Kind, list[Work]]:
-    stages = ["embed", *(f"block.{i}" for i in range(ledger.model.num_blocks))]
-    schedule = generate_training_step(
-        StepShape(
-            ledger.model.num_blocks,
-            ledger.training.micro_batches,
-            ledger.model.tied,
-            frozenset(stage for stage in stages if ledger.trained(stage)),
-            update=update,
-            gradients="host" if arguments.get("resident_gradients", True) else "ssd",
-        )
+def shape_of(
+    ledger: Ledger,
+    *,
+    deferred: bool = False,
+    on_ssd: bool = False,
+    resident: Collection[str] = (),
+    pieces: int = 1,
+    **more: Any,
+) -> StepShape:
+    """Return a step in the middle of a run: with `deferred` the updates of the step before come first."""
+    stages = ledger.stages(resident, pieces)
+    waiting = frozenset(name for name, stage in stages.items() if stage.pieces and deferred)
+    return StepShape(
+        num_blocks=ledger.model.num_blocks,
+        num_micro_batches=ledger.training.micro_batches,
+        tied=ledger.model.tied,
+        stages=stages,
+        deferred=waiting,
+        pending=deferred,
+        gradients_on_ssd=waiting if on_ssd else frozenset(),
+        input_bytes=int(
+            ledger.input_bytes / ledger.model.num_blocks / ledger.training.micro_batches
+        ),
+        **more,
     )
+
+
+def step(
+    ledger: Ledger, *, requests_per_state: float = 0, **arguments: Any
+) -> dict[Kind, list[Work]]:
+    shape = shape_of(ledger, **arguments)
+    schedule = generate_training_step(shape)
     result: dict[Kind, list[Work]] = {}
-    for operation, work in zip(
-        schedule.operations, work_of(schedule, ledger, update=update, **arguments)
-    ):
+    works = work_of(schedule, shape, ledger, requests_per_state=requests_per_state)
+    for operation, work in zip(schedule.operations, works, strict=True):
         result.setdefault(operation.kind, []).append(work)
     return result
 
@@ -62,29 +84,139 @@ def test_forward_flop() -> None:
     assert ledger.forward_flop == pytest.approx(expected, rel=1e-3)
 
 
-def test_bytes_of_a_full_step_are_those_of_the_table() -> None:
+FORMATS = {
+    "bf16": (TrainingShape(tokens=64, sequence=16), 14, 12, 2),
+    "fp32": (TrainingShape(tokens=64, sequence=16, weight_bytes=4, split_master=False), 16, 12, 4),
+}
+"""How a model is trained, bytes read and written of each parameter in a step, and bytes of its weight."""
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("model", [SMALL, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_of_a_full_step_are_those_of_the_table(
+    name: str, model: ModelShape, pieces: int
+) -> None:
+    training, read, written, weight = FORMATS[name]
+    ledger = Ledger(model, training)
+    parameters = model.num_blocks * model.block_parameters
+    ends = model.parameters - parameters
+    # In backward the last blocks still lie in their slots; embedding and head are passed once.
+    saved = weight * (3 * model.block_parameters + ends)
+    for deferred in (False, True):
+        again = (
+            0  # without clipping the embedding is updated at the end, when its slot holds the head
+        )
+        if not deferred and not model.tied:
+            again = weight * model.embedding_parameters
+        kinds = step(ledger, deferred=deferred, pieces=pieces)
+        total_read = total(kinds, "read_bytes")
+        assert total_read == read * (parameters + ends) - saved + again
+        assert total_read <= read * (parameters + ends)
+        assert total(kinds, "write_bytes") == written * (parameters + ends)
+        assert total(kinds, "adam_elements") == parameters + ends
+        on_ssd = step(ledger, deferred=True, on_ssd=True, pieces=pieces)
+        assert total(on_ssd, "read_bytes") == total_read - again + 4 * (parameters + ends)
+        assert total(on_ssd, "write_bytes") == (written + 4) * (parameters + ends)
+
+
+def test_one_slot_saves_no_read_but_the_turn() -> None:
+    """With a single slot every block but the last is read twice."""
     ledger = Ledger(SMALL, TrainingShape(tokens=64, sequence=16))
-    parameters = SMALL.num_blocks * SMALL.block_parameters
-    ends = SMALL.embedding_parameters
-    kinds = step(ledger)
-    # The block where forward turns into backward, and the embedding, still lie in their slots.
-    most = 14 * (parameters + ends)
-    assert most - 4 * SMALL.block_parameters - 2 * ends <= total(kinds, "read_bytes") <= most
-    assert total(kinds, "write_bytes") == 12 * (parameters + ends)
-    after = step(ledger, "after")
-    difference = total(after, "read_bytes") - total(kinds, "read_bytes")
-    assert difference == 2 * (parameters + ends)
-    waiting = step(ledger, "after", resident_gradients=False)
-    assert total(waiting, "write_bytes") == 16 * (parameters + ends)
-    assert total(waiting, "adam_elements") == parameters + ends
+    kinds = step(ledger, block_slots=1)
+    block, ends = SMALL.block_parameters, SMALL.embedding_parameters
+    assert total(kinds, "read_bytes") == 14 * 4 * block - 2 * block + 12 * ends
 
 
-def test_fp32_moves_16_and_12() -> None:
-    training = TrainingShape(tokens=64, sequence=16, weight_bytes=4, split_master=False)
-    kinds = step(Ledger(SMALL, training))
-    update = kinds[Kind.UPDATE][0]
-    assert update.read_bytes == 8 * update.adam_elements
-    assert update.write_bytes == 12 * update.adam_elements
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_an_update_moves(name: str, deferred: bool) -> None:
+    """Moments and low half there and back; weights only where they are in no slot."""
+    training, read, written, weight = FORMATS[name]
+    kinds = step(Ledger(SMALL, training), deferred=deferred)
+    loads, updates, saves = (
+        kinds[kind] for kind in (Kind.LOAD_STATES, Kind.UPDATE, Kind.SAVE_STATES)
+    )
+    assert len(loads) == len(updates) == len(saves) == 1 + SMALL.num_blocks
+    states = read - 2 * weight
+    for load, update, save in zip(loads, updates, saves, strict=True):
+        elements = update.adam_elements
+        assert load.read_bytes == (states + weight * deferred) * elements
+        assert save.write_bytes == written * elements
+        assert update.read_bytes == update.write_bytes == 0
+        assert update.dram_bytes == 28 * elements
+
+
+def test_requests_count_states() -> None:
+    """Weights, low half, two moments and a gradient from SSD, each in so many transfers."""
+    ledger = Ledger(SMALL, TrainingShape(tokens=64, sequence=16))
+    stages = 1 + SMALL.num_blocks
+
+    def requests(*, pieces: int = 1, **arguments: Any) -> dict[Kind, float]:
+        kinds = step(ledger, requests_per_state=4, pieces=pieces, **arguments)
+        return {kind: sum(work.requests for work in works) for kind, works in kinds.items()}
+
+    for pieces in (1, 2):
+        overlap = requests(pieces=pieces)
+        assert overlap[Kind.LOAD_STATES] == 3 * 4 * stages
+        assert overlap[Kind.SAVE_STATES] == 4 * 4 * stages
+        deferred = requests(pieces=pieces, deferred=True)
+        assert deferred[Kind.LOAD_STATES] == deferred[Kind.SAVE_STATES] == 4 * 4 * stages
+        on_ssd = requests(pieces=pieces, deferred=True, on_ssd=True)
+        assert on_ssd[Kind.LOAD_STATES] == 5 * 4 * stages
+        assert on_ssd[Kind.SAVE_GRADIENT] == 4 * stages
+
+
+def test_kept_blocks_are_not_run_again() -> None:
+    ledger = Ledger(SMALL, TrainingShape(tokens=64, sequence=16, micro_batches=2))
+    again = step(ledger)
+    for count in range(5):
+        names = frozenset(f"block.{i}" for i in range(SMALL.num_blocks - count, SMALL.num_blocks))
+        kinds = step(ledger, kept=names)
+        recomputed = total(again, "flop") - total(kinds, "flop")
+        assert recomputed == pytest.approx(count * ledger.block_forward_flop)
+        for name in ("read_bytes", "write_bytes", "adam_elements"):
+            assert total(kinds, name) == total(again, name)
+        held = sum(size for work in kinds[Kind.FORWARD] for _, size in work.acquires_bytes)
+        given = sum(size for work in kinds[Kind.BACKWARD] for _, size in work.releases_bytes)
+        each = ledger.all_activation_bytes / SMALL.num_blocks
+        inputs = ledger.input_bytes / SMALL.num_blocks
+        assert held == given == count * each + (SMALL.num_blocks - count) * inputs
+    # none is run again: three times a forward pass
+    flop = sum(work.flop for work in kinds[Kind.FORWARD] + kinds[Kind.BACKWARD])
+    assert flop == pytest.approx(3 * SMALL.num_blocks * ledger.block_forward_flop)
+
+
+def test_activations_that_were_counted_count() -> None:
+    training = TrainingShape(tokens=64, sequence=16, activation_bytes=123_456)
+    ledger = Ledger(SMALL, training)
+    assert ledger.all_activation_bytes == 123_456
+    kinds = step(ledger, kept=frozenset(["block.3"]))
+    held = [dict(work.acquires_bytes)["host"] for work in kinds[Kind.FORWARD]]
+    assert held == [2 * 64 * 64] * 3 + [123_456 // 4]
+
+
+def test_inputs_on_ssd_go_there_and_back() -> None:
+    ledger = Ledger(SMALL, TrainingShape(tokens=64, sequence=16, micro_batches=2))
+    plain, moved = step(ledger), step(ledger, input_slots=2)
+    for name in ("read_bytes", "write_bytes"):
+        assert total(moved, name) - total(plain, name) == ledger.input_bytes
+    assert not any(work.acquires_bytes for work in moved[Kind.FORWARD])
+    some = step(ledger, input_slots=2, kept=frozenset(["block.2", "block.3"]))
+    assert total(some, "write_bytes") - total(plain, "write_bytes") == ledger.input_bytes / 2
+
+
+def test_gradients_that_wait_occupy_memory() -> None:
+    ledger = Ledger(SMALL, TrainingShape(tokens=64, sequence=16))
+
+    def held(kinds: dict[Kind, list[Work]]) -> tuple[int, int]:
+        taken = [dict(work.acquires_bytes).get("host", 0) for work in kinds[Kind.COLLECT_GRADIENT]]
+        given = [dict(work.releases_bytes).get("host", 0) for work in kinds[Kind.UPDATE]]
+        return sum(taken), sum(given)
+
+    parameters = SMALL.num_blocks * SMALL.block_parameters + SMALL.embedding_parameters
+    assert held(step(ledger, deferred=True)) == (4 * parameters, 4 * parameters)
+    assert held(step(ledger)) == held(step(ledger, deferred=True, on_ssd=True)) == (0, 0)
 
 
 def test_bytes_do_not_depend_on_accumulation_but_flop_grows_with_tokens() -> None:
@@ -117,11 +249,15 @@ def test_experts_count_as_bytes_but_only_active_ones_as_flop() -> None:
 
 def test_resident_stages_move_nothing() -> None:
     ledger = Ledger(SMALL, TrainingShape(tokens=64, sequence=16))
-    stages = ["embed", *(f"block.{i}" for i in range(SMALL.num_blocks))]
-    kinds = step(ledger, resident=stages)
-    assert total(kinds, "read_bytes") == total(kinds, "write_bytes") == 0
-    assert total(kinds, "requests") == 0
-    assert total(kinds, "h2d_bytes") > 0
+    stages = ["outer", "embed", *(f"block.{i}" for i in range(SMALL.num_blocks))]
+    for deferred in (False, True):
+        kinds = step(ledger, resident=stages, requests_per_state=4, deferred=deferred)
+        assert total(kinds, "read_bytes") == total(kinds, "write_bytes") == 0
+        assert total(kinds, "requests") == 0
+        assert total(kinds, "h2d_bytes") > 0
+        assert total(kinds, "adam_elements") == SMALL.parameters
+    half = step(ledger, resident=stages[:4], deferred=True)
+    assert total(half, "write_bytes") == 12 * 2 * SMALL.block_parameters
 
 
 def test_block_inputs_occupy_host_memory_until_backward() -> None:
@@ -166,11 +302,39 @@ def test_cost_by_resource() -> None:
     machine = replace(MACHINE, h2d_bytes_per_s=4e9, dram_bytes_per_s=10e9, compute_overhead_s=0.25)
     work = Work(read_bytes=2e9, h2d_bytes=4e9, flop=1e12, adam_elements=2e9, dram_bytes=4e9)
     assert machine.cost(work).seconds == {
-        "ssd": 1.0, "h2d": 1.0, "compute": 1.25, "cores": 2.0, "dram": 1.0,
+        "ssd": 1.0, "h2d": 1.0, "compute": 1.25, "cores": 2.0, "adam": 2.0, "dram": 1.0,
     }  # fmt: skip
     on_cpu = replace(machine, computes_on_cpu=True).cost(work).seconds
     assert "compute" not in on_cpu and on_cpu["cores"] == 3.25
     assert machine.cost(Work()).seconds == {}
+
+
+def test_what_takes_only_some_cores() -> None:
+    """The optimizer's own threads set its pace; the other cores are free for blocks."""
+    machine = replace(
+        MACHINE,
+        adam_core_share=0.25,
+        io_core_share=0.125,
+        dram_bytes_per_s=10e9,
+        computes_on_cpu=True,
+    )
+    assert machine.cost(Work(adam_elements=2e9)).seconds == {"cores": 0.5, "adam": 2.0}
+    assert machine.cost(Work(read_bytes=2e9)).seconds["cores"] == 0.125
+    # gradients added up: by the cores where they compute, else by the device, whose time includes it
+    assert machine.cost(Work(copied_bytes=5e9)).seconds == {"cores": 0.5}
+    assert replace(machine, computes_on_cpu=False).cost(Work(copied_bytes=5e9)).seconds == {}
+
+
+def test_gradients_are_copied_once_and_then_added_up() -> None:
+    """Each element: a weight's width read, 4 written, and from the second micro-batch on 4 read; 4 for the norm."""
+    block = SMALL.block_parameters
+    for micro_batches in (1, 3):
+        training = TrainingShape(tokens=96, sequence=16, micro_batches=micro_batches)
+        kinds = step(Ledger(SMALL, training))
+        copied = sum(work.copied_bytes for work in kinds[Kind.BACKWARD])
+        assert copied == SMALL.num_blocks * block * (6 + 10 * (micro_batches - 1))
+        collected = sum(work.copied_bytes for work in kinds[Kind.COLLECT_GRADIENT])
+        assert collected == 4 * (SMALL.num_blocks * block + SMALL.embedding_parameters)
 
 
 @pytest.mark.parametrize(
