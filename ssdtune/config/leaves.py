@@ -32,7 +32,12 @@ _SAME_VALUE: dict[str, dict[str, str]] = {
         "float32": "fp32",
         "torch.float32": "fp32",
     },
-    "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
+    "optim": {
+        "adamw_torch": "adamw",
+        "adamw_torch_fused": "adamw",
+        "adamw_bnb_8bit": "adamw_8bit",
+        "paged_adamw_8bit": "adamw_8bit",
+    },
 }
 """Spellings of values that transformers' users come with."""
 

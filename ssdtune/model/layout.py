@@ -17,8 +17,8 @@ from ssdtune.model.build import BuiltModel
 if TYPE_CHECKING:
     from torch import nn
 
-TENSOR_ALIGNMENT = 64
-"""Elements to which tensors are aligned within a part: cache lines and SIMD registers of every dtype."""
+TENSOR_ALIGNMENT = 256
+"""Elements to which tensors are aligned within a part: cache lines, SIMD registers, blocks of 8-bit moments."""
 PART_ALIGNMENT = 2048
 """Elements to which parts are padded, so that a bf16 part ends on a 4096-byte boundary."""
 

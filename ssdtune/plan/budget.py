@@ -20,6 +20,8 @@ STATE_KINDS = {
     "low": "master",
     "exp_avg": "moments",
     "exp_avg_sq": "moments",
+    "exp_avg_scale": "moments",
+    "exp_avg_sq_scale": "moments",
     "gradient": "gradients",
     "inputs": "activations",
 }
@@ -106,13 +108,10 @@ def extent_bytes(num_bytes: int) -> int:
 def state_bytes(part: PartSize) -> dict[str, int]:
     """Return the room on the drive of each versioned state of a part; none for a frozen one.
 
-    12 bytes per element: a split master is two halves of 2 bytes, a whole one 4, and each moment is 4.
+    12 bytes per element: a split master is two halves of 2 bytes, a whole one 4, and each moment is 4. Without
+    masters 10, with moments of 8 bits 6 less.
     """
-    if not part.trained:
-        return {}
-    sizes = {"weights": 2, "low": 2} if part.split else {"weights": 4}
-    sizes |= {"exp_avg": 4, "exp_avg_sq": 4}
-    return {state: extent_bytes(part.numel * size) for state, size in sizes.items()}
+    return {state: extent_bytes(size) for state, size in part.states.items()}
 
 
 def disk_need(parts: Sequence[PartSize], run: RunShape) -> DiskNeed:

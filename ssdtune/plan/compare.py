@@ -40,6 +40,8 @@ def own_job(
         gradients: Where gradients wait for the norm of all, "host" or "ssd".
         slots: For blocks' weights; one less for their gradients.
     """
+    if update not in ("overlap", "deferred") or gradients not in ("host", "ssd"):
+        raise ValueError(f'no schedule with update "{update}" and gradients on "{gradients}"')
     model, training = ledger.model, ledger.training
     stages = ledger.stages(resident)
     trained = frozenset(name for name, stage in stages.items() if stage.pieces)

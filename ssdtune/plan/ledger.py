@@ -303,7 +303,23 @@ def work_of(
         shape: What the schedule was written for.
         requests_per_state: Transfers that one state of a stage takes.
     """
-    return [_work(op, shape, ledger, requests_per_state) for op in schedule.operations]
+    # Blocks, pieces and micro-batches are alike: few operations differ.
+    known: dict[tuple[object, ...], Work] = {}
+    alike: dict[str, int] = {}
+    numbers: dict[tuple[StageShape, bool], int] = {}
+    for stage in {operation.stage for operation in schedule.operations}:
+        sizes = (shape.stage(stage), gradient_slot(shape, stage) != "")
+        alike[stage] = numbers.setdefault(sizes, len(numbers))
+    found = []
+    for op in schedule.operations:
+        key = (
+            op.kind, alike[op.stage], op.num_bytes, op.num_elements, op.micro_batch > 0, op.kept,
+            op.with_weights, op.input_slot == "", op.gradient_slot == "",
+        )  # fmt: skip
+        if key not in known:
+            known[key] = _work(op, shape, ledger, requests_per_state)
+        found.append(known[key])
+    return found
 
 
 def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: float) -> Work:

@@ -22,30 +22,46 @@ CHUNK_BYTES = 16 * MIB
 """Of an fp32 state, where neither user nor planner chose."""
 CHECK_BYTES = 1 << 20
 """Largest piece of a state that has a checksum of its own in the store."""
+CODED_PIECE = 1 << 18
+"""Elements whose scales, one of 4 bytes for 256, fill 4096 bytes."""
 RESERVE_BYTES = 192 * MIB
 """Kernels that torch loads at their first use, small allocations, threads, allocator slack: 171 MiB measured at 134M."""
 
 
-def check_bytes_of(chunk_bytes: int) -> int:
-    """Return the piece that has a checksum: it divides the chunks of 2-byte states, and so of all."""
+def check_bytes_of(chunk_bytes: int, *, coded: bool = False) -> int:
+    """Return the piece that has a checksum: it divides the chunks of the narrowest state, and so of all.
+
+    Args:
+        coded: Moments have 8 bits, and so scales of 4 bytes for 256 elements; else no state has less than 2 bytes
+            for each.
+    """
+    if coded:
+        return math.gcd(max(chunk_bytes // 4 // CODED_PIECE, 1) * 4096, CHECK_BYTES)
     half_chunk = max(chunk_bytes // 4 // 2048, 1) * 2048 * 2
     return math.gcd(half_chunk, CHECK_BYTES)
 
 
-def chunk_numel(chunk_bytes: int, check_bytes: int | None = None) -> int:
+def chunk_numel(chunk_bytes: int, check_bytes: int | None = None, *, coded: bool = False) -> int:
     """Return the elements of a piece that the optimizer works on: whole pieces with a checksum.
 
     Args:
         chunk_bytes: Bytes of an fp32 state.
         check_bytes: Of the store, whose size a resumed run takes over; by default that of a new one.
+        coded: Moments have 8 bits.
     """
-    piece = (check_bytes or check_bytes_of(chunk_bytes)) // 2
+    check_bytes = check_bytes or check_bytes_of(chunk_bytes, coded=coded)
+    piece = check_bytes * CODED_PIECE // 4096 if coded else check_bytes // 2
     return max(-(-chunk_bytes // 4 // piece), 1) * piece
 
 
-def chunk_slot_bytes(numel: int, *, split: bool, with_gradient: bool) -> int:
-    """Return what a piece's states take besides its weights: moments 8, low half 2, a gradient from SSD 4."""
-    return numel * (8 + 2 * split + 4 * with_gradient)
+def chunk_slot_bytes(part: PartSize, numel: int, *, with_gradient: bool) -> int:
+    """Return what a piece of a part takes besides its weights: its states, and a gradient from SSD (4 each)."""
+    sizes = [
+        -(-size * numel // part.numel // 4096) * 4096
+        for name, size in part.states.items()
+        if name != "weights"
+    ]
+    return sum(sizes) + 4 * numel * with_gradient
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,7 @@ class PartSize:
         weight_bytes: The weights it computes with.
         numel: Elements; a trained part has `numel` fp32 gradients and its optimizer states.
         split: The master weight is split (bf16 and int16 halves).
+        coded: Moments have 8 bits.
     """
 
     name: str
@@ -64,11 +81,26 @@ class PartSize:
     numel: int
     trained: bool
     split: bool
+    coded: bool = False
+
+    @property
+    def states(self) -> dict[str, int]:
+        """Bytes of each state on SSD; none of a frozen part."""
+        if not self.trained:
+            return {}
+        sizes = {"weights": self.weight_bytes}
+        if self.split:
+            sizes["low"] = 2 * self.numel
+        for name in ("exp_avg", "exp_avg_sq"):
+            sizes[name] = (1 if self.coded else 4) * self.numel
+            if self.coded:
+                sizes[f"{name}_scale"] = 4 * -(-self.numel // 256)
+        return sizes
 
     @property
     def state_bytes(self) -> int:
         """Weights and optimizer state, all of which a resident part keeps in memory."""
-        return self.weight_bytes + (self.numel * (10 if self.split else 8) if self.trained else 0)
+        return sum(self.states.values()) if self.trained else self.weight_bytes
 
 
 @dataclass(frozen=True)
@@ -285,10 +317,11 @@ class _Planner:
         """Return host bytes by purpose."""
         compute = self.compute
         streamed = [part for part in self.parts if part.trained and part.name not in plan.resident]
-        chunk = chunk_numel(plan.chunk_bytes)
+        coded = any(part.coded for part in self.parts)
+        chunk = chunk_numel(plan.chunk_bytes, coded=coded)
         chunks = [
             chunk_slot_bytes(
-                min(chunk, part.numel), split=part.split, with_gradient=part.stage in plan.gradients_on_ssd
+                part, min(chunk, part.numel), with_gradient=part.stage in plan.gradients_on_ssd
             )
             for part in streamed
         ]  # fmt: skip

@@ -27,23 +27,18 @@ from ssdtune.plan.generate import passing_slot
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.store.layout import StateSpec, UnitSpec
 from ssdtune.store.store import Store
+from ssdtune.swap.states import Precision, State
 
 Split = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-STATE_DTYPES = {"low": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-
-
-def state_dtypes(part: Part) -> dict[str, torch.dtype]:
-    """Return the versioned states of a trained part: weights first, `low` only for split masters."""
-    states = {"weights": part.dtype, **STATE_DTYPES}
-    if part.dtype == torch.float32:
-        del states["low"]
-    return states
-
 
 def unit_specs(
-    layout: ModelLayout, plan: MemoryPlan, input_bytes: int, num_inputs: int
+    layout: ModelLayout,
+    plan: MemoryPlan,
+    input_bytes: int,
+    num_inputs: int,
+    precision: Precision | None = None,
 ) -> list[UnitSpec]:
     """Return what the store must have room for.
 
@@ -51,12 +46,11 @@ def unit_specs(
         input_bytes: Bytes of one block input, a multiple of 4096.
         num_inputs: Micro-batches of a step.
     """
-    kinds = {"weights": "weights", "low": "master", "exp_avg": "moments", "exp_avg_sq": "moments"}
-    units = []
+    units, precision = [], precision or Precision()
     for part in layout.trained_parts:
         states = [
-            StateSpec(name, part.numel * dtype.itemsize, kinds[name], True)
-            for name, dtype in state_dtypes(part).items()
+            StateSpec(state.name, state.nbytes(part.numel), state.kind, True)
+            for state in precision.states(part).values()
         ]
         if part.stage in plan.gradients_on_ssd:
             states.append(StateSpec("gradient", part.numel * 4, "gradients", False))
@@ -123,6 +117,7 @@ class SwapManager:
         store: Holds the states of trained parts.
         pool: All buffers come from it, at construction.
         input_bytes: Bytes of one block input.
+        precision: Which states trained parts have.
 
     Attributes:
         fresh: Trained parts that never had an optimizer step: their moments are zero and nowhere stored.
@@ -141,11 +136,13 @@ class SwapManager:
         device: Device,
         pool: BufferPool,
         input_bytes: int,
+        precision: Precision | None = None,
     ) -> None:
         self.layout = layout
         self.plan = plan
         self.store = store
         self.device = device
+        self.precision = precision or Precision()
         self.fresh: set[str] = {part.name for part in layout.trained_parts}
         self._source = source
         self._initial = initial
@@ -339,7 +336,7 @@ class SwapManager:
         The low half is made in the part's gradient slot, which nothing uses before the first backward pass.
         """
         low = None
-        if part.dtype != torch.float32:
+        if self.precision.is_split(part):
             low = self.gradient(part, self.gradient_slot(part.stage))[0].view(torch.int16)[
                 : part.numel
             ]
@@ -353,19 +350,22 @@ class SwapManager:
     def resident(self, part: Part) -> ResidentPart:
         """Return a part that stays in memory; the first call fills it."""
         if part.name not in self._resident:
-            dtypes = state_dtypes(part) if part.trained else {"weights": part.dtype}
+            kinds = self.precision.states(part)
+            if not part.trained:
+                kinds = {"weights": kinds["weights"]}
             states = {
-                name: _bytes_of(
-                    self._pool.take(part.numel * dtype.itemsize, f"{name} of {part.name}")
-                ).view(dtype)
-                for name, dtype in dtypes.items()
+                state.name: _bytes_of(
+                    self._pool.take(state.nbytes(part.numel), f"{state.name} of {part.name}")
+                ).view(state.dtype)
+                for state in kinds.values()
             }
             if not part.trained:
                 self._read_original(part, states["weights"])
             elif self.store.version(part.name) is None:
                 self._first_values(part, states["weights"], states.get("low"))
-                states["exp_avg"].zero_()
-                states["exp_avg_sq"].zero_()
+                for name, state in states.items():
+                    if name.startswith("exp_avg"):
+                        state.zero_()
             else:
                 with Tickets() as tickets:
                     for name, state in states.items():
@@ -393,14 +393,14 @@ class SwapManager:
             high_only: Return the bf16 half of a split master, which is its rounding.
         """
         weights = self._read_range(part, "weights", spec)
-        if part.dtype == torch.float32 or high_only:
+        if high_only or not self.precision.is_split(part):
             return weights.view(spec.shape)
         return self._join(weights, self._read_range(part, "low", spec)).view(spec.shape)
 
     def _read_range(self, part: Part, state: str, spec: TensorSpec) -> torch.Tensor:
         if self.is_resident(part):
             return self.resident(part).states[state][spec.offset : spec.offset + spec.numel]
-        return read_stored(self.store, part, state, spec)
+        return read_stored(self.store, part, self.precision.states(part)[state], spec)
 
     def free_slots(self) -> None:
         """Give the memory of all slots back; only `read_tensor` and `flush` work from then on."""
@@ -490,19 +490,19 @@ class SwapManager:
 
 
 def read_stored(
-    store: Store, part: Part, state: str, spec: TensorSpec, piece_bytes: int = ALIGNMENT
+    store: Store, part: Part, state: State, spec: TensorSpec, piece_bytes: int = ALIGNMENT
 ) -> torch.Tensor:
-    """Return one tensor's elements [N] of a state of a part as they are in the store. Blocks.
+    """Return one tensor's elements [N] of a state with a number for each, as they are in the store. Blocks.
 
     Args:
         piece_bytes: Whole pieces of this size are read, a multiple of 4096.
     """
-    dtype = state_dtypes(part)[state]
+    dtype = state.dtype
     start, stop = spec.offset * dtype.itemsize, (spec.offset + spec.numel) * dtype.itemsize
     first = start // piece_bytes * piece_bytes
     end = min(-(-stop // piece_bytes) * piece_bytes, aligned_size(part.numel * dtype.itemsize))
     raw = _bytes_of(Buffer(end - first))
-    store.read(part.name, state, as_bytes(raw), offset=first).wait()
+    store.read(part.name, state.name, as_bytes(raw), offset=first).wait()
     return raw[start - first : stop - first].view(dtype)
 
 

@@ -20,8 +20,14 @@ from ssdtune.io.buffers import BufferPool
 from ssdtune.io.tickets import Tickets
 from ssdtune.model.layout import ModelLayout, Part
 from ssdtune.optim.adamw import adamw_
-from ssdtune.plan.residency import MemoryPlan, chunk_numel, chunk_slot_bytes
-from ssdtune.swap.manager import SwapManager, as_bytes, state_dtypes
+from ssdtune.optim.codes import CODE_BLOCK, num_scales
+from ssdtune.plan.residency import MemoryPlan, chunk_numel
+from ssdtune.swap.manager import SwapManager, as_bytes
+from ssdtune.swap.states import Precision, State
+
+_GRADIENT = State("gradient", torch.float32, 1, "gradients")
+_PER_ELEMENT = ("weights", "low", "exp_avg", "exp_avg_sq", "gradient")
+_PER_BLOCK = ("exp_avg_scale", "exp_avg_sq_scale")
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,10 @@ class _Segment:
 
 
 def pieces_of(
-    layout: ModelLayout, plan: MemoryPlan, check_bytes: int | None = None
+    layout: ModelLayout,
+    plan: MemoryPlan,
+    precision: Precision | None = None,
+    check_bytes: int | None = None,
 ) -> dict[str, list[PartPiece]]:
     """Cut the trained parts of each stage into pieces; a part that stays in memory is one.
 
@@ -72,7 +81,10 @@ def pieces_of(
     pieces: dict[str, list[PartPiece]] = {}
     for part in layout.trained_parts:
         streamed = part.name not in plan.resident
-        size = chunk_numel(plan.chunk_bytes, check_bytes) if streamed else part.numel
+        size = part.numel
+        if streamed:
+            coded = precision is not None and precision.coded_moments
+            size = chunk_numel(plan.chunk_bytes, check_bytes, coded=coded)
         pieces.setdefault(part.stage, []).extend(
             PartPiece(part, start, min(start + size, part.numel), streamed)
             for start in range(0, part.numel, size)
@@ -83,22 +95,31 @@ def pieces_of(
 class OutOfCoreAdam:
     """AdamW over parts that the swap manager holds in memory or on SSD.
 
+    Args:
+        seed: Of the random bits with which weights without masters are rounded.
+
     Attributes:
         pieces: For each stage what is updated at once.
         steps: For each part the number of updates of each of its tensors.
     """
 
-    def __init__(self, swap: SwapManager, settings: AdamSettings, *, pool: BufferPool) -> None:
-        self.pieces = pieces_of(swap.layout, swap.plan, swap.store.check_bytes)
+    def __init__(
+        self, swap: SwapManager, settings: AdamSettings, *, pool: BufferPool, seed: int = 0
+    ) -> None:
+        self.pieces = pieces_of(swap.layout, swap.plan, swap.precision, swap.store.check_bytes)
         self.steps = {part.name: [0] * len(part.tensors) for part in swap.layout.trained_parts}
         self._swap = swap
         self._settings = settings
+        self._seeds = {
+            part.name: rounding_seed(seed, number)
+            for number, part in enumerate(swap.layout.trained_parts)
+        }
         size = max(
             (
-                chunk_slot_bytes(
-                    piece.stop - piece.start,
-                    split=piece.part.dtype != torch.float32,
-                    with_gradient=stage in swap.plan.gradients_on_ssd,
+                sum(
+                    state.nbytes(piece.stop - piece.start)
+                    for state in self._others(piece.part)
+                    if state is not _GRADIENT or stage in swap.plan.gradients_on_ssd
                 )
                 for stage, pieces in self.pieces.items()
                 for piece in pieces
@@ -131,13 +152,13 @@ class OutOfCoreAdam:
             del states["weights"]
         if not with_gradient:
             del states["gradient"]
+        store, kinds = self._swap.store, self._kinds(piece.part)
         with Tickets() as tickets:
             for name, view in states.items():
                 if name.startswith("exp_avg") and piece.part.name in self._swap.fresh:
                     view.zero_()
                     continue
-                offset = piece.start * view.element_size()
-                store = self._swap.store
+                offset = kinds[name].offset(piece.start)
                 tickets.add(store.read(piece.part.name, name, as_bytes(view), offset=offset))
 
     def update(
@@ -195,12 +216,12 @@ class OutOfCoreAdam:
             StorageError: Writing failed; the part's old version is whole, unless it was in place.
         """
         piece = self.pieces[stage][number]
-        store = self._swap.store
+        store, kinds = self._swap.store, self._kinds(piece.part)
         states = self._states(piece, slot, weight_slot)
         del states["gradient"]
         with Tickets() as tickets:
             for name, view in states.items():
-                offset = piece.start * view.element_size()
+                offset = kinds[name].offset(piece.start)
                 tickets.add(store.write(piece.part.name, name, as_bytes(view), offset=offset))
         if piece.is_last:
             store.commit(piece.part.name)
@@ -211,13 +232,20 @@ class OutOfCoreAdam:
         part, memory, offset = piece.part, self._slots[slot], 0
         weights = self._swap.host_weights(part, weight_slot)
         found = {"weights": weights[piece.start : piece.stop]}
-        for name, dtype in {**state_dtypes(part), "gradient": torch.float32}.items():
-            if name != "weights":
-                size = (piece.stop - piece.start) * dtype.itemsize
-                # The last one, the gradient, has no room where gradients wait in memory.
-                found[name] = memory[offset : offset + size].view(dtype)
-                offset += size
+        for state in self._others(part):
+            size = state.nbytes(piece.stop - piece.start)
+            # The last one, the gradient, has no room where gradients wait in memory.
+            found[state.name] = memory[offset : offset + size].view(state.dtype)
+            offset += size
         return found
+
+    def _others(self, part: Part) -> list[State]:
+        """Return what lies in a chunk slot of a part, the gradient last."""
+        states = self._swap.precision.states(part)
+        return [*(state for name, state in states.items() if name != "weights"), _GRADIENT]
+
+    def _kinds(self, part: Part) -> dict[str, State]:
+        return {**self._swap.precision.states(part), "gradient": _GRADIENT}
 
     def _compute(
         self, segments: list[_Segment], states: dict[str, torch.Tensor], piece: PartPiece,
@@ -226,14 +254,19 @@ class OutOfCoreAdam:
         settings = self._settings
         for segment, low, high in _within(segments, piece.start, piece.stop):
             cut = slice(low - piece.start, high - piece.start)
-            half = states.get("low")
+            first = cut.start // CODE_BLOCK
+            scales = slice(first, first + num_scales(high - low))
+            part, precision = piece.part, self._swap.precision
+            names = {**dict.fromkeys(_PER_ELEMENT, cut), **dict.fromkeys(_PER_BLOCK, scales)}
+            given = {name: states[name][where] for name, where in names.items() if name in states}
             try:
                 adamw_(
-                    states["weights"][cut], None if half is None else half[cut],
-                    states["exp_avg"][cut], states["exp_avg_sq"][cut], states["gradient"][cut],
+                    given.pop("weights"), given.pop("low", None), given.pop("exp_avg"),
+                    given.pop("exp_avg_sq"), given.pop("gradient"), **given,
                     step=segment.step, lr=lr, beta1=settings.beta1, beta2=settings.beta2,
                     eps=settings.eps, weight_decay=segment.weight_decay, grad_scale=scale,
-                    threads=settings.threads,
+                    rounding_seed=self._seeds[part.name] if precision.is_rounded(part) else None,
+                    first=low, threads=settings.threads,
                 )  # fmt: skip
             except ValueError as error:
                 raise SsdtuneError(
@@ -246,3 +279,8 @@ def _within(segments: list[_Segment], start: int, stop: int) -> Iterator[tuple[_
         low, high = max(segment.start, start), min(segment.stop, stop)
         if low < high:
             yield segment, low, high
+
+
+def rounding_seed(seed: int, part: int) -> int:
+    """Return what seeds the random bits of a part, different from those of the others."""
+    return (seed * 1_000_003 + part) % (1 << 63)

@@ -99,6 +99,7 @@ def plan_disk(
         prepared.memory,
         prepared.compute.input_bytes,
         prepared.compute.num_micro_batches,
+        prepared.precision,
     )
     if places:
         directories = [Path(place.path) for place in places]

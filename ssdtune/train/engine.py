@@ -34,6 +34,7 @@ from ssdtune.plan.generate import (
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.plan.schedule import Kind, Lane, Operation, Schedule
 from ssdtune.swap.manager import SwapManager
+from ssdtune.swap.states import Precision
 from ssdtune.swap.update import OutOfCoreAdam, PartPiece
 from ssdtune.train.lanes import Lanes, Span
 from ssdtune.train.seeds import stage_seed
@@ -449,19 +450,21 @@ def make_step_shape(
     plan: MemoryPlan,
     pieces: Mapping[str, Sequence[PartPiece]],
     input_bytes: int,
+    precision: Precision,
 ) -> StepShape:
     """Return the shape of a step for the generator, from the model's layout and the memory plan.
 
     Args:
         pieces: What is updated at once, by stage (`ssdtune.swap.update.pieces_of`).
         input_bytes: One block's input of one micro-batch.
+        precision: Which states trained parts have.
     """
     return StepShape(
         num_blocks=layout.num_blocks,
         num_micro_batches=1,
         tied=HEAD not in layout.stages,
         stages={
-            name: _stage_shape(stage, plan, pieces.get(name, ()))
+            name: _stage_shape(stage, plan, pieces.get(name, ()), precision)
             for name, stage in layout.stages.items()
         },
         block_slots=plan.block_slots,
@@ -475,7 +478,9 @@ def make_step_shape(
     )
 
 
-def _stage_shape(stage: Stage, plan: MemoryPlan, pieces: Sequence[PartPiece]) -> StageShape:
+def _stage_shape(
+    stage: Stage, plan: MemoryPlan, pieces: Sequence[PartPiece], precision: Precision
+) -> StageShape:
     streamed = [part for part in stage.parts if part.name not in plan.resident]
     return StageShape(
         load_bytes=sum(part.weight_bytes for part in streamed),
@@ -485,7 +490,11 @@ def _stage_shape(stage: Stage, plan: MemoryPlan, pieces: Sequence[PartPiece]) ->
             Piece(
                 numel=(numel := piece.stop - piece.start),
                 weight_bytes=numel * piece.part.dtype.itemsize,
-                state_bytes=numel * (12 - piece.part.dtype.itemsize),
+                state_bytes=sum(
+                    state.nbytes(numel)
+                    for name, state in precision.states(piece.part).items()
+                    if name != "weights"
+                ),
                 streamed=piece.streamed,
             )
             for piece in pieces

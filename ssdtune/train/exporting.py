@@ -46,6 +46,7 @@ from ssdtune.train.checkpoint import (
     read_manifest,
     read_state,
 )
+from ssdtune.train.prepare import precision_of
 
 logger = logging.getLogger(__name__)
 
@@ -256,6 +257,7 @@ def _write_checkpoint(
     )
     blocks = BlockModel(built, torch.device("cpu"))
     _check_units(saved, blocks.layout.trained_parts)
+    precision = precision_of(config)
     with ExitStack() as stack:
         io = config.io
         backend = open_backend(
@@ -267,12 +269,12 @@ def _write_checkpoint(
         def read(part: Part, spec: TensorSpec, high_only: bool) -> torch.Tensor:
             # Whole pieces, so that each is compared with its checksum.
             piece = store.check_bytes
-            weights = read_stored(store, part, "weights", spec, piece)
-            if part.dtype == torch.float32 or high_only:
+            states = precision.states(part)
+            weights = read_stored(store, part, states["weights"], spec, piece)
+            if high_only or not precision.is_split(part):
                 return weights.view(spec.shape)
-            return join_master(weights, read_stored(store, part, "low", spec, piece)).view(
-                spec.shape
-            )
+            low = read_stored(store, part, states["low"], spec, piece)
+            return join_master(weights, low).view(spec.shape)
 
         write_result(
             target,

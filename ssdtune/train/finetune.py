@@ -234,7 +234,7 @@ def _identity(prepared: Prepared) -> dict[str, Any]:
             for key in (
                 "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
                 "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
-                "adam_epsilon", "max_grad_norm", "seed", "data_seed",
+                "adam_epsilon", "max_grad_norm", "seed", "data_seed", "optim", "master_weights",
             )
         },
         "shuffle": config.data.shuffle,
@@ -336,8 +336,12 @@ class _Run:
         prepare_directories([str(path) for path in disk.directories])
         return Store.create(
             disk.directories, disk.units, copies=disk.copies, run_id=uuid.uuid4().hex, backend=backend,
-            output_dir=self.output_dir, check_bytes=check_bytes_of(self.prepared.memory.chunk_bytes), direct=direct,
+            output_dir=self.output_dir, check_bytes=self._check_bytes(), direct=direct,
         )  # fmt: skip
+
+    def _check_bytes(self) -> int:
+        coded = self.prepared.precision.coded_moments
+        return check_bytes_of(self.prepared.memory.chunk_bytes, coded=coded)
 
     def _close_store(self, store: Store) -> None:
         """Close the store; without a checkpoint its states are of no use to anybody."""
@@ -363,7 +367,7 @@ class _Run:
         swap = SwapManager(
             prepared.layout, prepared.memory, source=source, initial=prepared.built.initial,
             split=split_master, join=join_master, store=store, device=prepared.device, pool=pool,
-            input_bytes=prepared.compute.input_bytes,
+            input_bytes=prepared.compute.input_bytes, precision=prepared.precision,
         )  # fmt: skip
         adam = OutOfCoreAdam(
             swap,
@@ -371,7 +375,7 @@ class _Run:
                 training.adam_beta1, training.adam_beta2, training.adam_epsilon, training.weight_decay,
                 self.config.io.adam_threads,
             ),
-            pool=pool,
+            pool=pool, seed=training.seed,
         )  # fmt: skip
         if self.resumed:
             swap.fresh.clear()
@@ -380,7 +384,8 @@ class _Run:
         engine = Engine(
             prepared.blocks, swap, adam, prepared.device, lanes,
             make_step_shape(
-                prepared.layout, prepared.memory, adam.pieces, prepared.compute.input_bytes
+                prepared.layout, prepared.memory, adam.pieces, prepared.compute.input_bytes,
+                prepared.precision,
             ),
             seed=training.seed, max_grad_norm=training.max_grad_norm,
         )  # fmt: skip

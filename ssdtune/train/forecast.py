@@ -134,8 +134,9 @@ class Forecaster:
     ) -> tuple[Schedule, Simulation]:
         prepared, ledger = self._prepared, ledger or self.ledger
         shape = make_step_shape(
-            prepared.layout, plan, pieces_of(prepared.layout, plan), prepared.compute.input_bytes
-        )
+            prepared.layout, plan, pieces_of(prepared.layout, plan, prepared.precision),
+            prepared.compute.input_bytes, prepared.precision,
+        )  # fmt: skip
         stages = shape.stages
         if most_pieces is not None:
             stages = {name: merged(stage, most_pieces) for name, stage in stages.items()}

@@ -44,6 +44,7 @@ from ssdtune.plan.residency import (
     Proportions,
     plan_memory,
 )
+from ssdtune.swap.states import Precision
 from ssdtune.train.smaller import nearest_settings
 from ssdtune.units import format_count, format_disk, format_memory
 
@@ -88,6 +89,11 @@ class Prepared:
     """Micro-batches that may be chosen, in sequences; one if the user chose."""
 
     @property
+    def precision(self) -> Precision:
+        """Which states trained parts have."""
+        return precision_of(self.config)
+
+    @property
     def layout(self) -> ModelLayout:
         """The model's stages and parts."""
         return self.blocks.layout
@@ -130,7 +136,7 @@ def prepare(
     if config.data.packing:
         refuse_leaking_rows(blocks)
     max_length = longest_sequence(config, rows)
-    parts = part_sizes(blocks.layout)
+    parts = part_sizes(blocks.layout, precision_of(config))
     limits = MemoryLimits(
         base_bytes=process_memory().rss_bytes,
         budget_bytes=host_budget_bytes or host_budget(config),
@@ -286,12 +292,18 @@ def host_budget(config: Config) -> int:
     return int(available_host_memory().bytes * 0.9) + process_memory().rss_bytes
 
 
-def part_sizes(layout: ModelLayout) -> list[PartSize]:
+def precision_of(config: Config) -> Precision:
+    """Return which states the settings give trained parts."""
+    training = config.training
+    return Precision(training.master_weights, training.optim == "adamw_8bit")
+
+
+def part_sizes(layout: ModelLayout, precision: Precision) -> list[PartSize]:
     """Return the sizes of all parts, for the planner."""
     return [
         PartSize(
             part.name, part.stage, part.weight_bytes, part.numel, part.trained,
-            split=part.trained and part.dtype != torch.float32,
+            split=part.trained and precision.is_split(part), coded=precision.coded_moments,
         )
         for part in layout.parts
     ]  # fmt: skip

@@ -20,8 +20,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("gemma3_text", {"max_steps": 4, "max_grad_norm": 5.0}),
     "bf16": ("llama", {"max_steps": 4, "dtype": "bf16", "max_grad_norm": 0}),
     "lora": ("gpt2", {"max_steps": 4, "method": "lora", "lora_dropout": 0.2}),
+    "compact": (
+        "qwen2",
+        {"max_steps": 4, "dtype": "bf16", "optim": "adamw_8bit", "master_weights": False},
+    ),
 }
-"""Tied fp32 with clipping, untied bf16 without, adapters with dropout."""
+"""Tied fp32 with clipping, untied bf16 without, adapters with dropout; bf16 without masters, 8-bit moments."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "again": {},
@@ -73,6 +77,27 @@ def test_striping_changes_nothing(baseline: Any, tmp_path: Path, num_dirs: int) 
     assert_same_bits(
         stream(folder / "model", folder / "rows.jsonl", tmp_path / "out", given), wanted
     )
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_moments_of_8_bits_in_several_pieces(tmp_path: Path, masters: bool) -> None:
+    """Scales and random bits belong to elements, not to pieces: parts of more than one, in memory and streamed."""
+    sizes = {"hidden_size": 160, "intermediate_size": 640, "num_hidden_layers": 2}
+    model_dir = make_checkpoint(tmp_path / "model", "llama", **sizes)
+    make_rows(tmp_path / "rows.jsonl", 9)
+    settings = {"max_steps": 3, "dtype": "bf16", "optim": "adamw_8bit", "master_weights": masters}
+    variants = ({}, {"chunk_bytes": 1 << 20}, {"chunk_bytes": 4096}, {"host_cache": "1GiB"})
+    wanted, *others = [
+        stream(model_dir, tmp_path / "rows.jsonl", tmp_path / str(number), settings | variant)
+        for number, variant in enumerate(variants)
+    ]
+    for got in others:
+        assert_same_bits(got, wanted)
+    exact = settings | {"optim": "adamw", "master_weights": True}
+    other = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "exact", exact)
+    assert other.bits() != wanted.bits()
+    assert wanted.moved("written", "moments") < 0.3 * other.moved("written", "moments")
+    assert (wanted.moved("written", "master") > 0) == masters
 
 
 def test_caches_save_reads(baseline: Any, tmp_path: Path) -> None:
