@@ -241,7 +241,18 @@ class _Planner:
         self.proportions = proportions
         stages = list(dict.fromkeys(part.stage for part in parts))
         self.blocks = [stage for stage in stages if stage.startswith("block.")]
-        self.trained = [s for s in stages if any(p.trained and p.stage == s for p in parts)]
+        self.gradient_bytes: dict[str, int] = {}
+        self.alike: dict[tuple[int, int, bool, bool], list[PartSize]] = {}
+        """Trained parts by what their pieces take: blocks are alike, and a plan is priced very often."""
+        for part in parts:
+            if part.trained:
+                size = self.gradient_bytes.get(part.stage, 0) + 4 * part.numel
+                self.gradient_bytes[part.stage] = size
+                kind = (part.numel, part.weight_bytes, part.split, part.coded)
+                self.alike.setdefault(kind, []).append(part)
+        self.trained = list(self.gradient_bytes)
+        self.state_bytes = {part.name: part.state_bytes for part in parts}
+        self.coded = any(part.coded for part in parts)
 
     def plan(self) -> MemoryPlan:
         limits, wanted = self.limits, self.proportions
@@ -316,15 +327,13 @@ class _Planner:
     def need(self, plan: MemoryPlan) -> dict[str, int]:
         """Return host bytes by purpose."""
         compute = self.compute
-        streamed = [part for part in self.parts if part.trained and part.name not in plan.resident]
-        coded = any(part.coded for part in self.parts)
-        chunk = chunk_numel(plan.chunk_bytes, coded=coded)
-        chunks = [
-            chunk_slot_bytes(
-                part, min(chunk, part.numel), with_gradient=part.stage in plan.gradients_on_ssd
-            )
-            for part in streamed
-        ]  # fmt: skip
+        chunk, chunks = chunk_numel(plan.chunk_bytes, coded=self.coded), []
+        for parts in self.alike.values():
+            streamed = [part for part in parts if part.name not in plan.resident]
+            waits = any(part.stage in plan.gradients_on_ssd for part in streamed)
+            if streamed:
+                numel = min(chunk, streamed[0].numel)
+                chunks.append(chunk_slot_bytes(streamed[0], numel, with_gradient=waits))
         again = (len(self.blocks) - len(plan.kept)) * compute.num_micro_batches
         inputs = plan.input_slots if plan.input_slots else again
         return {
@@ -338,17 +347,13 @@ class _Planner:
             "gradients": self._gradients(plan),
             "block inputs": inputs * compute.input_bytes,
             "kept activations": len(plan.kept) * compute.num_micro_batches * compute.kept_bytes,
-            "resident states": sum(p.state_bytes for p in self.parts if p.name in plan.resident),
+            "resident states": sum(self.state_bytes[name] for name in plan.resident),
         }
 
     def _gradients(self, plan: MemoryPlan) -> int:
-        by_stage: dict[str, int] = {}
-        for part in self.parts:
-            if part.trained:
-                by_stage[part.stage] = by_stage.get(part.stage, 0) + 4 * part.numel
-        waiting = sum(by_stage[stage] for stage in plan.gradients_in_memory)
-        passing = {s: size for s, size in by_stage.items() if s not in plan.gradients_in_memory}
-        return waiting + _class_bytes(passing, plan.gradient_slots)
+        by_stage, waiting = self.gradient_bytes, plan.gradients_in_memory
+        passing = {stage: size for stage, size in by_stage.items() if stage not in waiting}
+        return sum(by_stage[s] for s in waiting) + _class_bytes(passing, plan.gradient_slots)
 
     def _refuse(self, plan: MemoryPlan) -> None:
         need = self.need(plan)

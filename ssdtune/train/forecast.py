@@ -6,6 +6,7 @@ the measured profile are put into their terms.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,14 +15,21 @@ import torch
 from ssdtune.errors import ConfigError
 from ssdtune.hardware.profile import Rates
 from ssdtune.model.layout import ModelLayout, Stage
-from ssdtune.plan.generate import EMBED, HEAD, generate_training_step, merged
+from ssdtune.plan.generate import (
+    EMBED,
+    HEAD,
+    StageShape,
+    StepShape,
+    generate_training_step,
+    merged,
+)
 from ssdtune.plan.hardware import Hardware
 from ssdtune.plan.ledger import Ledger, ModelShape, TrainingShape, work_of
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.plan.schedule import Schedule
 from ssdtune.plan.simulator import Simulation, simulate
 from ssdtune.report.timeline import Bar, draw
-from ssdtune.swap.update import pieces_of
+from ssdtune.swap.update import PartPiece, pieces_of
 from ssdtune.train.engine import make_step_shape
 from ssdtune.train.prepare import Prepared
 from ssdtune.units import format_time
@@ -95,6 +103,7 @@ class Forecaster:
         training, name = training_shape(prepared), dtype_name(prepared.dtype)
         slowness = rates.forward_flop_per_s[name] / rates.backward_flop_per_s[name]
         self.ledger = Ledger(model_shape(prepared), replace(training, backward_slowness=slowness))
+        self._stages: dict[tuple[object, ...], StageShape] = {}
 
     def step_s(
         self, plan: MemoryPlan, *, hardware: Hardware | None = None, ledger: Ledger | None = None
@@ -132,22 +141,35 @@ class Forecaster:
         ledger: Ledger | None,
         most_pieces: int | None,
     ) -> tuple[Schedule, Simulation]:
-        prepared, ledger = self._prepared, ledger or self.ledger
-        shape = make_step_shape(
-            prepared.layout, plan, pieces_of(prepared.layout, plan, prepared.precision),
-            prepared.compute.input_bytes, prepared.precision,
-        )  # fmt: skip
-        stages = shape.stages
-        if most_pieces is not None:
-            stages = {name: merged(stage, most_pieces) for name, stage in stages.items()}
+        machine, ledger = hardware or self.hardware, ledger or self.ledger
         shape = replace(
-            shape, stages=stages, num_micro_batches=ledger.training.micro_batches,
+            self._shape(plan, most_pieces), num_micro_batches=ledger.training.micro_batches,
             pending=bool(plan.deferred),
         )  # fmt: skip
         schedule = generate_training_step(shape)
-        machine = hardware or self.hardware
-        costs = [machine.cost(work) for work in work_of(schedule, shape, ledger)]
-        return schedule, simulate(schedule, costs)
+        works = work_of(schedule, shape, ledger)  # the same object for operations that are alike
+        distinct = {id(work): work for work in works}
+        costs = {number: machine.cost(work) for number, work in distinct.items()}
+        return schedule, simulate(schedule, [costs[id(work)] for work in works])
+
+    def _shape(self, plan: MemoryPlan, most_pieces: int | None) -> StepShape:
+        """Return the shape of a step; stages that are in a plan as in one before are not cut up again."""
+        layout, precision = self._prepared.layout, self._prepared.precision
+
+        def shape(pieces: Mapping[str, Sequence[PartPiece]]) -> StepShape:
+            input_bytes = self._prepared.compute.input_bytes
+            return make_step_shape(layout, plan, pieces, input_bytes, precision)
+
+        keys = {
+            name: (name, plan.chunk_bytes, most_pieces, *(p.name in plan.resident for p in stage.parts))
+            for name, stage in layout.stages.items()
+        }  # fmt: skip
+        if any(key not in self._stages for key in keys.values()):
+            for name, stage in shape(pieces_of(layout, plan, precision)).stages.items():
+                if most_pieces is not None:
+                    stage = merged(stage, most_pieces)
+                self._stages[keys[name]] = stage
+        return replace(shape({}), stages={name: self._stages[key] for name, key in keys.items()})
 
 
 def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
