@@ -280,6 +280,7 @@ def test_random_bits_of_neighbours_steps_and_seeds_are_independent():
         assert abs(np.corrcoef(base, other)[0, 1]) < 5 / math.sqrt(size), name
     # One element's bits over many steps.
     steps = [random_bits(rounding_key(3, step), 12345, 2) for step in range(4000)]
+    assert len({int(step[0]) for step in steps}) > 3800  # 3880 if all is chance
     over_time = np.array(steps, np.float64) / 65536
     assert abs(over_time.mean(axis=0) - 0.5).max() < 5 * math.sqrt(1 / 12 / 4000)
     assert abs(np.corrcoef(over_time.T)[0, 1]) < 5 / math.sqrt(4000)
