@@ -346,10 +346,11 @@ def compute_size(
 
 def _kept_bytes(config: Config, blocks: BlockModel, length: int) -> int | None:
     """Return what a block keeps of the longest micro-batch; None if nobody asks or it can't be counted."""
-    memory = config.memory
-    if memory.recompute == "always" or memory.host_cache == 0 or memory.activations == "ssd":
+    memory, sequences = config.memory, config.training.per_device_train_batch_size
+    unasked = memory.host_cache == 0 or memory.activations == "ssd"
+    if memory.recompute == "always" or (unasked and memory.recompute != "never"):
         return None
-    return kept_bytes(blocks, config.training.per_device_train_batch_size, length)
+    return kept_bytes(blocks, sequences, length, masked=sequences > 1 or config.data.packing)
 
 
 def _feed_forward_size(text: Any, hidden: int) -> int:
