@@ -323,6 +323,7 @@ class _Gradients:
         self.schedule = schedule
         self.shape = shape
         self.weights = weights
+        self.trained = shape.trained
         self.released: dict[str, list[int]] = {}
         self.collected: list[int] = []
         self.next_block_slot = 0
@@ -330,7 +331,7 @@ class _Gradients:
 
     def slot(self, stage: str) -> str:
         """Return the stage's gradient slot, "" if nothing of it is trained."""
-        if stage not in self.shape.trained:
+        if stage not in self.trained:
             return ""
         if stage not in self.current:
             name = gradient_slot(self.shape, stage)

@@ -80,16 +80,23 @@ def pieces_of(
     """
     pieces: dict[str, list[PartPiece]] = {}
     for part in layout.trained_parts:
-        streamed = part.name not in plan.resident
-        size = part.numel
-        if streamed:
-            coded = precision is not None and precision.coded_moments
-            size = chunk_numel(plan.chunk_bytes, check_bytes, coded=coded)
-        pieces.setdefault(part.stage, []).extend(
-            PartPiece(part, start, min(start + size, part.numel), streamed)
-            for start in range(0, part.numel, size)
-        )
+        cut = pieces_of_part(part, plan, precision, check_bytes)
+        pieces.setdefault(part.stage, []).extend(cut)
     return pieces
+
+
+def pieces_of_part(
+    part: Part, plan: MemoryPlan, precision: Precision | None, check_bytes: int | None = None
+) -> list[PartPiece]:
+    """Cut one trained part."""
+    streamed, size = part.name not in plan.resident, part.numel
+    if streamed:
+        coded = precision is not None and precision.coded_moments
+        size = chunk_numel(plan.chunk_bytes, check_bytes, coded=coded)
+    return [
+        PartPiece(part, start, min(start + size, part.numel), streamed)
+        for start in range(0, part.numel, size)
+    ]
 
 
 class OutOfCoreAdam:

@@ -464,7 +464,7 @@ def make_step_shape(
         num_micro_batches=1,
         tied=HEAD not in layout.stages,
         stages={
-            name: _stage_shape(stage, plan, pieces.get(name, ()), precision)
+            name: stage_shape(stage, plan, pieces.get(name, ()), precision)
             for name, stage in layout.stages.items()
         },
         block_slots=plan.block_slots,
@@ -478,9 +478,10 @@ def make_step_shape(
     )
 
 
-def _stage_shape(
+def stage_shape(
     stage: Stage, plan: MemoryPlan, pieces: Sequence[PartPiece], precision: Precision
 ) -> StageShape:
+    """Return the sizes of a stage, from the pieces in which it is updated."""
     streamed = [part for part in stage.parts if part.name not in plan.resident]
     return StageShape(
         load_bytes=sum(part.weight_bytes for part in streamed),

@@ -6,7 +6,6 @@ the measured profile are put into their terms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,8 +28,8 @@ from ssdtune.plan.residency import MemoryPlan
 from ssdtune.plan.schedule import Schedule
 from ssdtune.plan.simulator import Simulation, simulate
 from ssdtune.report.timeline import Bar, draw
-from ssdtune.swap.update import PartPiece, pieces_of
-from ssdtune.train.engine import make_step_shape
+from ssdtune.swap.update import pieces_of_part
+from ssdtune.train.engine import make_step_shape, stage_shape
 from ssdtune.train.prepare import Prepared
 from ssdtune.units import format_time
 
@@ -153,23 +152,20 @@ class Forecaster:
         return schedule, simulate(schedule, [costs[id(work)] for work in works])
 
     def _shape(self, plan: MemoryPlan, most_pieces: int | None) -> StepShape:
-        """Return the shape of a step; stages that are in a plan as in one before are not cut up again."""
+        """Return the shape of a step; of stages that are alike, in this plan or another, only one is cut up."""
         layout, precision = self._prepared.layout, self._prepared.precision
-
-        def shape(pieces: Mapping[str, Sequence[PartPiece]]) -> StepShape:
-            input_bytes = self._prepared.compute.input_bytes
-            return make_step_shape(layout, plan, pieces, input_bytes, precision)
-
-        keys = {
-            name: (name, plan.chunk_bytes, most_pieces, *(p.name in plan.resident for p in stage.parts))
-            for name, stage in layout.stages.items()
-        }  # fmt: skip
-        if any(key not in self._stages for key in keys.values()):
-            for name, stage in shape(pieces_of(layout, plan, precision)).stages.items():
-                if most_pieces is not None:
-                    stage = merged(stage, most_pieces)
-                self._stages[keys[name]] = stage
-        return replace(shape({}), stages={name: self._stages[key] for name, key in keys.items()})
+        stages = {}
+        for name, stage in layout.stages.items():
+            sizes = [(p.numel, p.dtype, p.trained, p.name in plan.resident) for p in stage.parts]
+            key = (plan.chunk_bytes, most_pieces, *sizes)
+            if key not in self._stages:
+                trained = [part for part in stage.parts if part.trained]
+                pieces = [p for part in trained for p in pieces_of_part(part, plan, precision)]
+                shape = stage_shape(stage, plan, pieces, precision)
+                self._stages[key] = merged(shape, most_pieces) if most_pieces else shape
+            stages[name] = self._stages[key]
+        input_bytes = self._prepared.compute.input_bytes
+        return replace(make_step_shape(layout, plan, {}, input_bytes, precision), stages=stages)
 
 
 def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
