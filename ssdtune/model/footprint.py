@@ -14,8 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ssdtune.model.blocks import BlockModel, Call
+from ssdtune.units import GIB
 
 logger = logging.getLogger(__name__)
+
+MOST_MASK_BYTES = GIB
 
 
 def kept_bytes(
@@ -30,8 +33,11 @@ def kept_bytes(
         masked: Rows are padded or packed. Kernels that are given a mask keep more than those that need none.
 
     Returns:
-        None where some kernel doesn't run on fake tensors (grouped products of experts).
+        None where some kernel doesn't run on fake tensors (grouped products of experts), or the mask, which is
+        real, would be huge.
     """
+    if masked and sequences * length**2 > MOST_MASK_BYTES:
+        return None
     hidden, calls = _enter(blocks, sequences, length, masked)
     kinds = {_kind(blocks, number, call): number for number, call in enumerate(calls)}
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")

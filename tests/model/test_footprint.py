@@ -193,6 +193,14 @@ def tensors() -> list[torch.Tensor]:
     return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
+def test_no_huge_mask_is_made(tmp_path: Path) -> None:
+    blocks = open_blocks(tmp_path / "model", "llama")
+    before = process_memory().rss_bytes
+    assert kept_bytes(blocks, 2, 32768, masked=True) is None
+    assert kept_bytes(blocks, 2, 32768) > kept_bytes(blocks, 1, 32768) > 0
+    assert process_memory().rss_bytes - before < GIB
+
+
 def test_a_huge_block_is_counted_without_memory(tmp_path: Path) -> None:
     """A block of 2 billion parameters and a micro-batch of 16 thousand tokens: a real one takes 40 GB."""
     fields = {"hidden_size": 12288, "intermediate_size": 49152, "num_attention_heads": 96}
