@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import logging
 import os
@@ -22,7 +20,7 @@ from ssdtune.config.load import to_yaml, with_absolute_paths
 from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError, Interrupted
 from ssdtune.hardware.known import known
-from ssdtune.hardware.memory import process_memory
+from ssdtune.hardware.memory import map_large_blocks, process_memory, return_memory
 from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.io.backend import Backend
 from ssdtune.io.buffers import BufferPool
@@ -134,6 +132,7 @@ def finetune(
     require(config)
     output_dir = Path(config.training.output_dir).expanduser().absolute()
     resumed = _resumed_from(config, output_dir)
+    map_large_blocks()
     if resumed:
         config = _divided_as_before(config, resumed[1])
     profile = known()
@@ -277,7 +276,7 @@ class _Run:
             reference = None
             if self.config.training.verify and not self.resumed:
                 reference = reference_losses(self.prepared, check_batch[0])
-                _return_memory()
+                return_memory()
             self._leave_if_asked("before the first step; nothing was written")
             (self.output_dir / "config.yaml").write_text(
                 to_yaml(with_absolute_paths(self.config)), encoding="utf-8"
@@ -446,12 +445,3 @@ def _remove_empty(folders: list[Path]) -> None:
     for folder in folders:
         with suppress(OSError):  # it is in use
             folder.rmdir()
-
-
-def _return_memory() -> None:
-    """Give freed memory back to the system (glibc keeps it otherwise)."""
-    gc.collect()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        logger.debug("no malloc_trim here")
