@@ -6,6 +6,8 @@ may change a number; nor may a resume, after any step.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 
 from ssdtune import finetune
 from ssdtune.errors import BackendUnavailableError
+from ssdtune.plan import residency
+from ssdtune.plan.residency import MemoryPlan
 from tests.equality.harness import STREAMING, TRAINING, Streamed, assert_same_bits, read_run, stream
 from tests.toy import make_checkpoint, make_rows
 
@@ -67,6 +71,61 @@ def test_how_bytes_move_changes_nothing(baseline: Any, tmp_path: Path, variant: 
     except BackendUnavailableError as error:
         pytest.skip(str(error))
     assert_same_bits(got, wanted)
+
+
+KEEPING: dict[str, tuple[str, dict[str, float], dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "embd_pdrop": 0.1}, {}),
+    "opt": ("opt", {"dropout": 0.2, "attention_dropout": 0.2}, {"max_grad_norm": 0}),
+    "gemma3": ("gemma3_text", {"attention_dropout": 0.2}, {"max_grad_norm": 5.0}),
+    "bloom": ("bloom", {"hidden_dropout": 0.2, "attention_dropout": 0.2}, {}),
+    "experts": ("qwen3_moe", {"attention_dropout": 0.2}, {}),
+    "bf16": ("llama", {"attention_dropout": 0.2}, {"dtype": "bf16", "max_grad_norm": 0}),
+    "lora": ("phi3", {"resid_pdrop": 0.2}, {"method": "lora", "lora_dropout": 0.2}),
+    "lora-bf16": ("gpt_neox", {"hidden_dropout": 0.2}, {"method": "lora", "dtype": "bf16"}),
+}
+"""Architecture, what it drops out, and how it is trained."""
+
+
+@pytest.mark.parametrize("case", KEEPING)
+def test_what_blocks_keep_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Blocks that are run again, that keep what backward needs, and both in one step, with dropout.
+
+    No weights stay in memory, and there are fewer slots than blocks: in backward they lie elsewhere than in forward.
+    """
+    from ssdtune.train import prepare
+
+    arch, dropout, settings = KEEPING[case]
+    model_dir = make_checkpoint(tmp_path / "model", arch, **dropout)
+    make_rows(tmp_path / "rows.jsonl", 11)
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    count = config.get("num_hidden_layers") or config["n_layer"]
+    blocks = {f"block.{i}" for i in range(count)}
+    settings = {"max_steps": 4, "host_cache": 1, "prefetch_depth": 0} | settings
+
+    def run(name: str, kept: set[str] | None, **more: Any) -> Streamed:
+        def plan_memory(*arguments: Any) -> MemoryPlan:
+            plan = residency.plan_memory(*arguments)
+            return plan if kept is None else replace(plan, kept=frozenset(kept))
+
+        monkeypatch.setattr(prepare, "plan_memory", plan_memory)
+        out = tmp_path / name
+        result = stream(model_dir, tmp_path / "rows.jsonl", out, settings | more)
+        planned = json.loads((out / "plan.json").read_text(encoding="utf-8"))["memory"]
+        wanted = {"always": set(), "never": blocks}.get(name, kept)
+        assert set(planned["kept"]) == wanted
+        assert not planned["resident"]
+        assert planned["block_slots"] < len(blocks)
+        assert bool(planned["input_slots"]) == ("ssd" in more.values())
+        return result
+
+    again = run("always", None, recompute="always")
+    assert_same_bits(run("never", None, recompute="never"), again)
+    assert_same_bits(run("the last", {"block.2"}), again)
+    assert_same_bits(run("one between", {"block.1"}, activations="ssd"), again)
+    other = run("other masks", {"block.0"}, seed=1)
+    assert other.series("loss") != again.series("loss"), "no dropout: masks could not differ"
 
 
 @pytest.mark.parametrize("num_dirs", [1, 3])
