@@ -25,11 +25,13 @@ from ssdtune.plan.residency import (
     plan_memory,
 )
 from ssdtune.swap.manager import SwapManager
+from ssdtune.swap.states import Precision
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
 from ssdtune.train.prepare import part_sizes
 from tests.toy import make_checkpoint
 
 INPUT_BYTES = 4096 * 3
+EXACT = Precision()
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])
@@ -41,24 +43,31 @@ def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def make(
-    layout: ModelLayout, cache_bytes: int | None, *, block_slots: int = 3, **options: Any
+    layout: ModelLayout,
+    cache_bytes: int | None,
+    *,
+    block_slots: int = 3,
+    precision: Precision = EXACT,
+    **options: Any,
 ) -> tuple[SwapManager, BufferPool]:
     limits = MemoryLimits(
         **({"base_bytes": 0, "budget_bytes": 1 << 40, "chunk_bytes": 8192} | options),
         cache_bytes=cache_bytes,
     )
     plan = plan_memory(
-        part_sizes(layout), ComputeSize(0, 0, INPUT_BYTES, 2, 0, kept_bytes=1 << 20), limits,
+        part_sizes(layout, precision), ComputeSize(0, 0, INPUT_BYTES, 2, 0, kept_bytes=1 << 20), limits,
         Proportions(block_slots=block_slots),
     )  # fmt: skip
-    return make_with(layout, plan)
+    return make_with(layout, plan, precision)
 
 
-def make_with(layout: ModelLayout, plan: MemoryPlan) -> tuple[SwapManager, BufferPool]:
+def make_with(
+    layout: ModelLayout, plan: MemoryPlan, precision: Precision = EXACT
+) -> tuple[SwapManager, BufferPool]:
     pool = BufferPool()
     swap = SwapManager(
         layout, plan, source=None, initial={}, split=split_master, join=join_master,  # type: ignore[arg-type]
-        store=SimpleNamespace(check_bytes=4096), device=CpuDevice(), pool=pool, input_bytes=INPUT_BYTES,  # type: ignore[arg-type]
+        store=SimpleNamespace(check_bytes=4096), device=CpuDevice(), pool=pool, input_bytes=INPUT_BYTES, precision=precision,  # type: ignore[arg-type]
     )  # fmt: skip
     return swap, pool
 
@@ -73,6 +82,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"cache_bytes": 100_000},
     {"cache_bytes": None},
     {"cache_bytes": None, "clipping": False},
+    {"cache_bytes": 0, "precision": Precision(masters=False)},
+    {"cache_bytes": 0, "precision": Precision(coded_moments=True)},
+    {"cache_bytes": 50_000, "precision": Precision(masters=False, coded_moments=True)},
 )
 
 

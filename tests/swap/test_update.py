@@ -19,7 +19,7 @@ from ssdtune.model.layout import ModelLayout, Part, Stage, TensorSpec
 from ssdtune.optim.adamw import adamw_, join_master, split_master
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.store.store import Store
-from ssdtune.swap.manager import SwapManager, state_dtypes, unit_specs
+from ssdtune.swap.manager import SwapManager, unit_specs
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
 from tests.adversarial import LateBackend
 
@@ -143,11 +143,10 @@ class Rig:
         if self.swap.is_resident(self.part):
             return {n: s.clone() for n, s in self.swap.resident(self.part).states.items()}
         found = {}
-        for name, dtype in state_dtypes(self.part).items():
-            found[name] = torch.empty(self.part.numel, dtype=dtype)
-            buffer = self.pool.take(found[name].nbytes)
+        for name, state in self.swap.precision.states(self.part).items():
+            buffer = self.pool.take(state.nbytes(self.part.numel))
             self.store.read(self.part.name, name, buffer.view).wait()
-            found[name].view(torch.uint8).copy_(torch.frombuffer(buffer.view, dtype=torch.uint8))
+            found[name] = torch.frombuffer(buffer.view, dtype=state.dtype).clone()
         return found
 
 
