@@ -15,6 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +44,14 @@ def write_config(folder: Path, name: str) -> Path:
 
 
 def best(repeats: int, function: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the least seconds and the last result."""
-    times = []
+    times = [time.process_time()]
     for _ in range(repeats):
-        start = time.process_time()
         result = function()
-        times.append(time.process_time() - start)
-    return min(times), result
+        times.append(time.process_time())
+    return min(end - start for start, end in pairwise(times)), result
 
 
 def phases(folder: Path, host_memory: str, pieces: int, repeats: int) -> str:
-    """Return a line of figures for one model."""
     import torch
 
     from ssdtune.config.load import load_config
@@ -72,25 +71,27 @@ def phases(folder: Path, host_memory: str, pieces: int, repeats: int) -> str:
     build_s, _ = best(repeats, lambda: build_model(checkpoint, dtype=dtype))
     built = [build_model(checkpoint, dtype=dtype) for _ in range(repeats)]
     layout_s, _ = best(repeats, lambda: BlockModel(built.pop(), torch.device("cpu")))
-    flags = {"model_name_or_path": str(folder), "host_memory": host_memory, "device": "cpu"}
-    config = load_config(None, flags)
-    prepare_s, prepared = best(repeats, lambda: prepare(config, with_rows=False))
+    settings = {"model_name_or_path": str(folder), "host_memory": host_memory, "device": "cpu"}
+    prepare_s, prepared = best(repeats, lambda: prepare(load_config(settings), with_rows=False))
 
     plan = prepared.memory
     ledger = Ledger(model_shape(prepared), TrainingShape(tokens=8192, sequence=1024))
 
     def generated() -> tuple[StepShape, Any]:
-        cut = {} if pieces else pieces_of(prepared.layout, plan)
-        shape = make_step_shape(prepared.layout, plan, cut, prepared.compute.input_bytes)
+        layout, precision = prepared.layout, prepared.precision
+        cut = {} if pieces else pieces_of(layout, plan, precision)
+        shape = make_step_shape(layout, plan, cut, prepared.compute.input_bytes, precision)
         shape = replace(shape, pending=bool(plan.deferred))
         if pieces:
             shape = replace(shape, stages=ledger.stages(pieces=pieces))
         return shape, generate_training_step(shape)
 
+    def priced() -> list[Any]:
+        cost = lru_cache(None)(RATEL_4090.cost)
+        return [cost(work) for work in work_of(schedule, shape, ledger)]
+
     generate_s, (shape, schedule) = best(repeats, generated)
-    cost_s, costs = best(
-        repeats, lambda: [RATEL_4090.cost(work) for work in work_of(schedule, shape, ledger)]
-    )
+    cost_s, costs = best(repeats, priced)
     simulate_s, _ = best(repeats, lambda: simulate(schedule, costs))
     return (
         f"build {build_s:.2f} s  layout {layout_s:.2f} s  prepare {prepare_s:.2f} s  "
@@ -101,9 +102,7 @@ def phases(folder: Path, host_memory: str, pieces: int, repeats: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["7B", "70B", "175B"], choices=list(MODELS))
-    parser.add_argument(
-        "--pieces", type=int, default=0, help="pieces of a stage's update; default: the engine's"
-    )
+    parser.add_argument("--pieces", type=int, default=0, help="of an update; default: the engine's")
     parser.add_argument("--host-memory", default="64GiB")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
