@@ -144,3 +144,47 @@ def test_weights_of_another_stage_are_not_given_out(layout: ModelLayout, tmp_pat
     swap, _ = make(layout, 0)
     with pytest.raises(AssertionError, match=r"slot block\.0 holds "):
         swap.weights("block.1", "block.0")
+
+
+def test_a_graph_finds_its_weights_in_another_slot(layout: ModelLayout) -> None:
+    """A block that keeps its activations saves where its weights lie in a slot, not what is there now."""
+    swap, _ = make(layout, 0)
+    stage, first, second = "block.1", "block.0", "block.2"
+    random = torch.Generator().manual_seed(0)
+    weights = {
+        part.name: torch.randn(part.numel, generator=random).to(part.dtype)
+        for part in layout.stages[stage].parts
+    }
+
+    def put(slot: str) -> None:
+        for part in layout.stages[stage].parts:
+            swap.host_weights(part, slot).copy_(weights[part.name])
+        swap.upload(stage, slot)
+
+    def gradients(*, moves: bool) -> list[torch.Tensor]:
+        put(first)
+        place = first
+        with swap.saved_elsewhere(first, lambda: place):
+            hidden = torch.ones(3, 1, requires_grad=True)
+            leaves = [
+                weight.detach().requires_grad_()
+                for weight in swap.weights(stage, first).values()
+                if weight.ndim == 2
+            ]
+            total = torch.zeros(())
+            for leaf in leaves:  # whole, transposed, and a view with steps
+                total = total + (hidden.to(leaf.dtype).expand(3, leaf.shape[1]) @ leaf.t()).sum()
+                total = total + (leaf.t()[1:, ::2] * leaf.t()[1:, ::2]).float().sum()
+        if moves:
+            put(second)
+            place = second
+            for part in layout.stages[stage].parts:
+                swap.host_weights(part, first).view(torch.uint8).fill_(255)
+        total.backward()
+        return [hidden.grad, *(leaf.grad for leaf in leaves)]
+
+    wanted = gradients(moves=False)
+    assert len(wanted) > 5
+    assert all(bool(torch.isfinite(one).all()) and bool(one.any()) for one in wanted)
+    got = gradients(moves=True)
+    assert all(torch.equal(one, other) for one, other in zip(wanted, got, strict=True))
