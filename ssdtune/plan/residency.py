@@ -20,6 +20,8 @@ CHUNK_SLOTS = 4
 """Pieces of optimizer states in flight: one read ahead, one complete, one computed, one written."""
 CHUNK_BYTES = 16 * MIB
 """Of an fp32 state, where neither user nor planner chose."""
+LEAST_CHUNK_BYTES = 4 * MIB
+"""Of an fp32 state, where memory is so short that the planner makes pieces smaller by itself."""
 CHECK_BYTES = 1 << 20
 """Largest piece of a state that has a checksum of its own in the store."""
 CODED_PIECE = 1 << 18
@@ -266,8 +268,10 @@ class _Planner:
             input_slots=0 if limits.activations == "host" or limits.recompute == "never" else 2,
             chunk_bytes=limits.chunk_bytes or wanted.chunk_bytes, budget_bytes=limits.budget_bytes,
         )  # fmt: skip
-        for block_slots, chunk_slots in self._slots():
-            plan = replace(plan, block_slots=block_slots, chunk_slots=chunk_slots)
+        for block_slots, chunk_slots, chunk_bytes in self._slots():
+            plan = replace(
+                plan, block_slots=block_slots, chunk_slots=chunk_slots, chunk_bytes=chunk_bytes
+            )
             if self._fits(plan):
                 break
         else:
@@ -294,12 +298,17 @@ class _Planner:
     def _may_keep(self) -> bool:
         return self.limits.recompute == "auto" and self.limits.activations != "ssd"
 
-    def _slots(self) -> list[tuple[int, int]]:
-        """Return numbers of weight slots and chunk slots, the wanted ones first."""
-        wanted = self.proportions
+    def _slots(self) -> list[tuple[int, int, int]]:
+        """Return numbers of weight slots and of chunk slots, and bytes of a chunk, the wanted ones first."""
+        wanted, limits = self.proportions, self.limits
         most = min(wanted.block_slots, max(1, len(self.blocks)))
-        smaller = [(min(most, 2), min(wanted.chunk_slots, 3)), (1, min(wanted.chunk_slots, 2))]
-        return [(most, wanted.chunk_slots), *smaller]
+        chunk = limits.chunk_bytes or wanted.chunk_bytes
+        least = limits.chunk_bytes or min(chunk, LEAST_CHUNK_BYTES)
+        fewest = min(wanted.chunk_slots, 2)
+        return [
+            (most, wanted.chunk_slots, chunk), (min(most, 2), min(wanted.chunk_slots, 3), chunk),
+            (1, fewest, chunk), (1, fewest, least),
+        ]  # fmt: skip
 
     def _keep(self, plan: MemoryPlan, count: int) -> MemoryPlan:
         """Let the last blocks keep their activations, as many as fit: they hold them for the shortest time."""
