@@ -20,6 +20,7 @@ from ssdtune.optim.adamw import adamw_, join_master, split_master
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.store.store import Store
 from ssdtune.swap.manager import SwapManager, unit_specs
+from ssdtune.swap.states import Precision
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
 from tests.adversarial import LateBackend
 
@@ -182,6 +183,7 @@ def make_rig(tmp_path: Path, dtype: torch.dtype) -> Iterator[Callable[..., Rig]]
         copies: int = 1,
         chunk_bytes: int = 8192,
         chunk_slots: int = 3,
+        precision: Precision | None = None,
     ) -> Rig:
         part = make_part(dtype)
         stages = {name: Stage(name, ()) for name in ("outer", "embed")}
@@ -197,13 +199,13 @@ def make_rig(tmp_path: Path, dtype: torch.dtype) -> Iterator[Callable[..., Rig]]
         backend._inner.close()
         backend._inner = faults
         store = Store.create(
-            [str(tmp_path / f"swap{len(opened)}")], unit_specs(layout, plan, 4096, 1),
+            [str(tmp_path / f"swap{len(opened)}")], unit_specs(layout, plan, 4096, 1, precision),
             copies=copies, run_id=f"run{len(opened)}", backend=backend, check_bytes=4096, output_dir=tmp_path,
         )  # fmt: skip
         opened.append((store, backend))
         swap = SwapManager(
             layout, plan, source=_Source(), initial={}, split=split_master, join=join_master,  # type: ignore[arg-type]
-            store=store, device=CpuDevice(), pool=pool, input_bytes=4096,
+            store=store, device=CpuDevice(), pool=pool, input_bytes=4096, precision=precision,
         )  # fmt: skip
         swap.load(part.stage, WEIGHTS)
         return Rig(part, store, swap, faults, backend, pool)
@@ -293,6 +295,25 @@ def test_pieces_equal_whole_arrays(
     if resident:
         rig.swap.flush()
         assert rig.store.version("block.0") == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16], indirect=True)
+@pytest.mark.parametrize("chunk_bytes", [4096, 24576])
+def test_stochastic_rounding_does_not_depend_on_pieces(
+    make_rig: Callable[..., Rig], chunk_bytes: int
+) -> None:
+    rounded = Precision(masters=False)
+    rigs = [make_rig(chunk_bytes=size, precision=rounded) for size in (chunk_bytes, 1 << 20)]
+    adams = [rig.adam() for rig in rigs]
+    assert len(adams[0].pieces["block.0"]) > len(adams[1].pieces["block.0"]) == 1
+    for step, has_gradient in enumerate(HAS_GRADIENT):
+        before = rigs[0].live()
+        for rig, adam in zip(rigs, adams, strict=True):
+            rig.update(adam, has_gradient, gradient_of(rig.part, step), 1e-3)
+        one, other = (rig.live() for rig in rigs)
+        assert set(one) == {"weights", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(state, other[name]) for name, state in one.items())
+        assert torch.equal(one["weights"], before["weights"]) == (not any(has_gradient))
 
 
 def test_steps_continue(make_rig: Callable[..., Rig]) -> None:
