@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ssdtune.plan.schedule import Kind, Lane, Schedule
 
@@ -56,7 +57,7 @@ class StageShape:
     upload_bytes: int = 0
     pieces: tuple[Piece, ...] = ()
 
-    @property
+    @cached_property
     def trained_numel(self) -> int:
         """Trained elements."""
         return sum(piece.numel for piece in self.pieces)
@@ -222,7 +223,8 @@ class _Updates:
             self.released[chunk] = saved
             computed.append(done)
             written.append(saved)
-        return computed, written
+        # Lanes are serial: when the last is over, all are.
+        return computed[-1:], written[-1:]
 
 
 class _Weights:
