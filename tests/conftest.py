@@ -9,7 +9,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 # No profile of this machine: plans must not depend on what somebody measured here.
-os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"ssdtune-no-cache-{os.getpid()}")
+os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/ssdtune-no-cache-{os.getpid()}"
 
 import importlib.util
 
