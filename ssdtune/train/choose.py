@@ -147,10 +147,12 @@ def rates_for(prepared: Prepared, profile: HardwareProfile) -> Rates:
 def _changes(prepared: Prepared, forecaster: Forecaster, found: Found) -> list[Change]:
     hardware, ledger, plan = forecaster.hardware, forecaster.ledger, found.plan
     drives = replace(hardware, num_drives=2 * hardware.num_drives)
+    kept = ledger.training.activation_bytes
     training = replace(
         ledger.training,
         tokens=2 * ledger.training.tokens,
         micro_batches=2 * ledger.training.micro_batches,
+        activation_bytes=kept and 2 * kept,
     )
     larger = replace(ledger, training=training)
     compute = replace(prepared.compute, num_micro_batches=2 * prepared.compute.num_micro_batches)

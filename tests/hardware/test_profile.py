@@ -106,6 +106,85 @@ def test_rates(profile: HardwareProfile) -> None:
     assert bare.text()
 
 
+def with_blocks(profile: HardwareProfile, *blocks: BlockProfile) -> HardwareProfile:
+    return replace(profile, blocks=blocks)
+
+
+def a_block(digest: str, parameters: int, *rates: tuple[str, int, float]) -> BlockProfile:
+    """Return a block with points of (dtype, tokens, FLOP per second); backward at half of it."""
+    points = tuple(
+        BlockPoint(
+            dtype=dtype, sequences=1, sequence=tokens, forward_s=1.0, backward_s=4.0, forward_flop=rate
+        )
+        for dtype, tokens, rate in rates
+    )  # fmt: skip
+    return BlockProfile(
+        shape=digest, digest=digest, device="cpu", parameters=parameters, active_parameters=parameters,
+        hidden_size=1, points=points,
+    )  # fmt: skip
+
+
+def test_rates_between_measured_micro_batches(profile: HardwareProfile) -> None:
+    # In no order, and in another dtype too.
+    block = a_block(
+        "a", 100, ("fp32", 1600, 30.0), ("fp32", 100, 10.0), ("bf16", 100, 7.0), ("fp32", 400, 40.0)
+    )
+    machine = with_blocks(profile, block)
+
+    def rate(tokens: float | None) -> float:
+        rates = machine.rates("a", tokens=tokens)
+        assert rates.forward_flop_per_s["bf16"] == 7.0  # measured at one size: that
+        assert rates.backward_flop_per_s["fp32"] == pytest.approx(
+            rates.forward_flop_per_s["fp32"] / 2
+        )
+        return rates.forward_flop_per_s["fp32"]
+
+    assert [rate(n) for n in (100, 400, 1600)] == pytest.approx([10, 40, 30])
+    assert rate(200) == pytest.approx(25)  # half way, as 200 is twice 100 and half of 400
+    assert rate(800) == pytest.approx(35)  # it may fall
+    assert rate(1) == rate(0) == rate(99.5) == pytest.approx(10)  # nothing beyond what was measured
+    assert rate(1e9) == rate(None) == 30
+
+
+def test_rates_are_those_of_the_nearest_block(profile: HardwareProfile) -> None:
+    small, middle, large = (
+        a_block(name, size, ("fp32", 8, rate))
+        for name, size, rate in (
+            ("small", 10**6, 1.0),
+            ("middle", 10**8, 2.0),
+            ("large", 10**9, 3.0),
+        )
+    )
+    machine = with_blocks(profile, middle, large, small)
+
+    def rate(digest: str | None = None, **options: Any) -> float:
+        return machine.rates(digest, **options).forward_flop_per_s["fp32"]
+
+    assert rate() == 3.0
+    assert rate("small") == rate("small", parameters=10**9) == 1.0  # measured itself
+    assert [rate(None, parameters=n) for n in (1, 10**6, 9 * 10**6, 2 * 10**7, 10**10)] == [
+        1,
+        1,
+        1,
+        2,
+        3,
+    ]
+    assert rate("unknown", parameters=10**8) == 2.0  # a model that wasn't measured
+    assert with_blocks(profile).rates("small", parameters=5).forward_flop_per_s == {}
+
+
+def test_a_dtype_that_the_nearest_block_lacks_is_taken_from_the_next(
+    profile: HardwareProfile,
+) -> None:
+    near, next_, far = (
+        a_block("near", 100, ("bf16", 8, 1.0)),
+        a_block("next", 1000, ("bf16", 8, 2.0), ("fp32", 8, 3.0)),
+        a_block("far", 10**6, ("fp32", 8, 4.0)),
+    )
+    rates = with_blocks(profile, far, near, next_).rates(parameters=100)
+    assert rates.forward_flop_per_s == {"bf16": 1.0, "fp32": 3.0}
+
+
 def a_machine(profile: HardwareProfile) -> HardwareProfile:
     """Return a machine with round figures and a card."""
     point = BlockPoint(
