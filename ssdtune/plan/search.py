@@ -80,16 +80,19 @@ def search(
         CapacityError: Even with everything streamed it does not fit.
     """
     usual = usual or Proportions()
-    times: dict[MemoryPlan, float] = {}
+    plan = plan_memory(parts, compute, limits, usual)
+    times = {plan: step_s(plan)}
+    plans: dict[Proportions, MemoryPlan | None] = {usual: plan}
+    best = Found(plan, usual, times[plan], times[plan], 1)
 
-    def tried(proportions: Proportions) -> tuple[MemoryPlan, float]:
-        plan = plan_memory(parts, compute, limits, proportions)
-        if plan not in times:
-            times[plan] = step_s(plan)
-        return plan, times[plan]
+    def planned(proportions: Proportions) -> MemoryPlan | None:
+        if proportions not in plans:
+            try:
+                plans[proportions] = plan_memory(parts, compute, limits, proportions)
+            except CapacityError:
+                plans[proportions] = None
+        return plans[proportions]
 
-    plan, seconds = tried(usual)
-    best = Found(plan, usual, seconds, seconds, 1)
     options = choices(parts, limits)
     # Where memory is short, what one choice frees may pay only if another takes it: a second start.
     slim = replace(usual, block_slots=2, chunk_slots=3, inputs_on_ssd=True)
@@ -102,14 +105,16 @@ def search(
                     if len(times) >= most_steps:
                         return replace(best, num_tried=len(times))
                     proportions = replace(here[0], **{name: value})
-                    try:
-                        plan, seconds = tried(proportions)
-                    except CapacityError:
+                    found = planned(proportions)
+                    if found is None:
                         continue
+                    if found not in times:
+                        times[found] = step_s(found)
+                    seconds = times[found]
                     if seconds < here[1] * (1 - LEAST_GAIN):
                         here, improved = (proportions, seconds), True
                     if seconds < best.step_s * (1 - LEAST_GAIN):
-                        best = replace(best, plan=plan, proportions=proportions, step_s=seconds)
+                        best = replace(best, plan=found, proportions=proportions, step_s=seconds)
     return replace(best, num_tried=len(times))
 
 
