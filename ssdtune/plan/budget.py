@@ -33,7 +33,9 @@ class RunShape:
     """What a run's needs depend on besides the parts.
 
     Attributes:
-        num_blocks: Blocks of the model; of these `num_kept` keep their activations, and need no input.
+        num_blocks: Blocks of the model; of these `num_kept` keep their activations, and need no input, and
+            `num_swapped` let them go to SSD.
+        kept_bytes: One block's activations for one micro-batch.
         num_micro_batches: Micro-batches of a step.
         input_bytes: One block's input for one micro-batch: sequences × length × hidden size × element.
         step_inputs_bytes: One block's inputs for all micro-batches of a mean step; None for the longest.
@@ -48,6 +50,8 @@ class RunShape:
 
     num_blocks: int = 0
     num_kept: int = 0
+    num_swapped: int = 0
+    kept_bytes: int = 0
     num_micro_batches: int = 1
     input_bytes: int = 0
     step_inputs_bytes: int | None = None
@@ -126,7 +130,7 @@ def disk_need(parts: Sequence[PartSize], run: RunShape) -> DiskNeed:
         states=states,
         checkpoints=states * run.checkpoints_kept,
         gradients=_gradient_bytes(parts, run),
-        activations=_inputs_bytes(run, run.num_blocks),
+        activations=_inputs_bytes(run, run.num_blocks - run.num_kept),
         export=run.export_bytes,
     )
 
@@ -157,7 +161,7 @@ def step_traffic(
             read[STATE_KINDS[state]] += num_bytes * reads
             written[STATE_KINDS[state]] += num_bytes
     inputs = _inputs_bytes(run, run.num_blocks - run.num_kept)
-    if inputs and run.step_inputs_bytes is not None:
+    if inputs and run.step_inputs_bytes is not None and not run.num_swapped:
         inputs = run.step_inputs_bytes * (run.num_blocks - run.num_kept)
     for kind, num_bytes in (("gradients", _gradient_bytes(parts, run)), ("activations", inputs)):
         read[kind] += num_bytes
@@ -211,6 +215,7 @@ def _gradient_bytes(parts: Sequence[PartSize], run: RunShape) -> int:
 
 
 def _inputs_bytes(run: RunShape, num_blocks: int) -> int:
-    if not run.inputs_on_ssd:
-        return 0
-    return extent_bytes(run.input_bytes) * num_blocks * run.num_micro_batches
+    size = run.num_swapped * extent_bytes(run.kept_bytes)
+    if run.inputs_on_ssd:
+        size += (num_blocks - run.num_swapped) * extent_bytes(run.input_bytes)
+    return size * run.num_micro_batches

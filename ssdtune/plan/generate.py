@@ -93,14 +93,16 @@ class StepShape:
         stages: Sizes of all stages.
         block_slots: Weight slots for blocks, at least 1: one computes, the others are read ahead or updated.
         gradient_slots: Gradient slots for blocks whose update follows at once, or whose gradient goes to SSD.
-        input_slots: Slots for block inputs on their way to or from SSD; 0 keeps all inputs in memory.
+        input_slots: Slots for block inputs and activations on their way to or from SSD; 0 keeps all in memory.
+        inputs_stay: Inputs stay in memory all the same; the slots are for activations.
         chunk_slots: Slots for pieces of optimizer states: read ahead, computed, being written.
-        kept: Blocks that keep all that their backward pass needs; the others are run again from their input.
+        kept: Blocks that keep all that their backward pass needs; `swapped` ones let it go to SSD and back; the
+            others are run again from their input.
         deferred: Stages whose update waits for the next step (see `pending`): all of them if gradients are
             clipped by the norm of all. Others are updated as soon as their gradient is complete.
         pending: The previous step's deferred updates are still to be made: each before its stage is loaded.
         gradients_on_ssd: Deferred stages whose gradient waits on SSD, not in memory.
-        input_bytes: One block's input of one micro-batch.
+        input_bytes: One block's input of one micro-batch; `kept_bytes` all that its backward pass needs.
     """
 
     num_blocks: int
@@ -111,11 +113,20 @@ class StepShape:
     gradient_slots: int = 2
     input_slots: int = 0
     chunk_slots: int = 4
+    inputs_stay: bool = False
     kept: frozenset[str] = frozenset()
+    swapped: frozenset[str] = frozenset()
     deferred: frozenset[str] = frozenset()
     pending: bool = False
     gradients_on_ssd: frozenset[str] = frozenset()
     input_bytes: int = 0
+    kept_bytes: int = 0
+
+    def moves(self, block: str) -> bool:
+        """Say whether a block's input, or its activations, go to SSD."""
+        return self.input_slots > 0 and (
+            block in self.swapped or (block not in self.kept and not self.inputs_stay)
+        )
 
     @property
     def trained(self) -> frozenset[str]:
@@ -390,7 +401,7 @@ class _Inputs:
 
     def __init__(self, schedule: Schedule, shape: StepShape, count: int) -> None:
         self.schedule = schedule
-        self.size = shape.input_bytes
+        self.shape = shape
         self.count = count
         self.next = 0
         self.released: dict[str, int] = {}
@@ -410,16 +421,19 @@ class _Inputs:
         if slot:
             done = self.schedule.add(
                 Lane.SSD_WRITE, Kind.SAVE_INPUT, stage, after=(after,), micro_batch=micro_batch, slot=slot,
-                num_bytes=self.size,
+                num_bytes=self._size(stage),
             )  # fmt: skip
             self.released[slot] = self.saved[stage, micro_batch] = done
+
+    def _size(self, stage: str) -> int:
+        return self.shape.kept_bytes if stage in self.shape.swapped else self.shape.input_bytes
 
     def load(self, stage: str, micro_batch: int) -> None:
         """Emit the read of the input into the next slot."""
         slot = self.take()
         done = self.schedule.add(
             Lane.SSD_READ, Kind.LOAD_INPUT, stage, micro_batch=micro_batch, slot=slot,
-            after=(self.saved[stage, micro_batch], self.released.get(slot)), num_bytes=self.size,
+            after=(self.saved[stage, micro_batch], self.released.get(slot)), num_bytes=self._size(stage),
         )  # fmt: skip
         self.loaded[stage, micro_batch] = (done, slot)
 
@@ -475,8 +489,8 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
         stage = visit.stage
         weights.emit_until(number, number)
         slot = weights.held[number]
-        kept = training and stage in shape.kept and stage in goes_back
-        moves = bool(inputs.count) and stage in goes_back and not kept
+        kept = training and stage in shape.kept | shape.swapped and stage in goes_back
+        moves = training and shape.moves(stage) and stage in goes_back
         if visit.kind == Kind.BACKWARD and moves:
             for m in micro_batches[: shape.input_slots]:
                 inputs.load(stage, m)

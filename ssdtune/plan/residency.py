@@ -134,9 +134,11 @@ class MemoryPlan:
         resident: Parts that stay in memory with their states.
         deferred: Stages that are updated at the beginning of the next step: all if gradients are clipped.
         gradients_on_ssd: Deferred stages whose gradient waits on SSD; the others' wait in memory.
-        kept: Blocks that keep all that their backward pass needs; the others are run again from their input.
+        kept: Blocks that keep all that their backward pass needs; `swapped` ones let it go to SSD and back; the
+            others are run again from their input.
         block_slots: Weight slots for blocks; `gradient_slots` those for gradients that don't wait in memory.
-        input_slots: 0 keeps block inputs in memory, else the slots through which they go to SSD and back.
+        input_slots: Slots through which block inputs and activations go to SSD and back; 0 if none do.
+        inputs_stay: Block inputs stay in memory all the same; the slots are for activations.
         chunk_slots: Slots for pieces of optimizer states of `chunk_bytes` for an fp32 state.
         breakdown: Host bytes by purpose.
     """
@@ -145,9 +147,11 @@ class MemoryPlan:
     deferred: frozenset[str] = frozenset()
     gradients_on_ssd: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
+    swapped: frozenset[str] = frozenset()
     block_slots: int = 3
     gradient_slots: int = 2
     input_slots: int = 0
+    inputs_stay: bool = False
     chunk_slots: int = CHUNK_SLOTS
     chunk_bytes: int = CHUNK_BYTES
     budget_bytes: int = 0
@@ -163,9 +167,20 @@ class MemoryPlan:
         """Stages whose complete gradient waits in memory."""
         return self.deferred - self.gradients_on_ssd
 
+    def input_slot_bytes(self, compute: ComputeSize) -> int:
+        """Return the size of a slot for block inputs and activations."""
+        return compute.kept_bytes if self.swapped else compute.input_bytes
+
+    def moved_bytes(self, block: str, compute: ComputeSize) -> int:
+        """Return what of a block goes to SSD for one micro-batch: its activations, its input, or nothing."""
+        if block in self.swapped:
+            return compute.kept_bytes
+        stays = not self.input_slots or self.inputs_stay or block in self.kept
+        return 0 if stays else compute.input_bytes
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        sets = ("resident", "deferred", "gradients_on_ssd", "kept")
+        sets = ("resident", "deferred", "gradients_on_ssd", "kept", "swapped")
         plain = {name: sorted(getattr(self, name)) for name in sets}
         return {**asdict(self), **plain, "host_bytes": self.host_bytes}
 
@@ -177,6 +192,8 @@ class Proportions:
     Attributes:
         kept_blocks: Blocks, the last ones, that keep what their backward pass needs; None for those that find
             room in the end.
+        swapped_blocks: Blocks, the first ones, that let it go to SSD and back.
+        input_slots: Slots for what goes to SSD and back.
         block_slots, chunk_slots: At most; fewer if memory is short.
         deferred_stages: Without clipping, so many stages, the first ones of a step, are updated in the next step.
         inputs_on_ssd: Block inputs go to SSD though they would find room.
@@ -184,6 +201,8 @@ class Proportions:
     """
 
     kept_blocks: int | None = None
+    swapped_blocks: int = 0
+    input_slots: int = 2
     block_slots: int = 3
     chunk_slots: int = CHUNK_SLOTS
     deferred_stages: int = 0
@@ -262,10 +281,14 @@ class _Planner:
         deferred = frozenset(
             self.trained if limits.clipping else self.trained[: wanted.deferred_stages]
         )
-        kept = frozenset(self.blocks) if limits.recompute == "never" else frozenset()
+        every, none = frozenset(self.blocks), frozenset[str]()
+        never, on_ssd = limits.recompute == "never", limits.activations == "ssd"
+        stay = limits.activations == "host" or (never and not on_ssd)
         plan = MemoryPlan(
-            frozenset(), deferred, deferred, kept,
-            input_slots=0 if limits.activations == "host" or limits.recompute == "never" else 2,
+            none, deferred, deferred,
+            kept=every if never and not on_ssd else none,
+            swapped=every if never and on_ssd else none,
+            input_slots=0 if stay else wanted.input_slots,
             chunk_bytes=limits.chunk_bytes or wanted.chunk_bytes, budget_bytes=limits.budget_bytes,
         )  # fmt: skip
         for block_slots, chunk_slots, chunk_bytes in self._slots():
@@ -278,10 +301,15 @@ class _Planner:
             self._refuse(plan)
         if streaming:
             return self._priced(plan)
-        if wanted.kept_blocks and self._may_keep:
-            plan = self._keep(plan, wanted.kept_blocks)
+        if self._may_keep:
+            swapped = frozenset(self.blocks[: wanted.swapped_blocks])
+            plan = self._if_fits(plan, swapped=swapped, input_slots=wanted.input_slots)
+            plan = self._keep(plan, wanted.kept_blocks or 0)
         if limits.activations == "auto" and not wanted.inputs_on_ssd:
-            plan = self._if_fits(plan, input_slots=0)
+            if plan.swapped:
+                plan = self._if_fits(plan, inputs_stay=True)
+            else:
+                plan = self._if_fits(plan, input_slots=0)
         for stage in self.trained:
             plan = self._if_fits(plan, gradients_on_ssd=plan.gradients_on_ssd - {stage})
         # A byte of trained states that stays saves more traffic than one of frozen weights; small parts first, since
@@ -312,7 +340,7 @@ class _Planner:
 
     def _keep(self, plan: MemoryPlan, count: int) -> MemoryPlan:
         """Let the last blocks keep their activations, as many as fit: they hold them for the shortest time."""
-        low, high = 0, min(count, len(self.blocks))
+        low, high = 0, min(count, len(self.blocks) - len(plan.swapped))
         while low < high:
             middle = (low + high + 1) // 2
             wider = replace(plan, kept=frozenset(self.blocks[len(self.blocks) - middle :]))
@@ -343,8 +371,12 @@ class _Planner:
             if streamed:
                 numel = min(chunk, streamed[0].numel)
                 chunks.append(chunk_slot_bytes(streamed[0], numel, with_gradient=waits))
-        again = (len(self.blocks) - len(plan.kept)) * compute.num_micro_batches
-        inputs = plan.input_slots if plan.input_slots else again
+        again = len(self.blocks) - len(plan.kept) - len(plan.swapped)
+        stay = again * compute.num_micro_batches * compute.input_bytes
+        slots = plan.input_slots * plan.input_slot_bytes(compute)
+        # What comes out of a block whose activations go to SSD stays, and so does its input.
+        slots += len(plan.swapped) * compute.num_micro_batches * compute.input_bytes
+        inputs = slots + (stay if plan.inputs_stay or not plan.input_slots else 0)
         return {
             "process": self.limits.base_bytes,
             "reserve": RESERVE_BYTES,
@@ -354,7 +386,7 @@ class _Planner:
             + compute.num_micro_batches * (compute.entry_bytes + 2 * compute.input_bytes),
             "weight slots": weight_slot_bytes(self.parts, plan.resident, plan.block_slots),
             "gradients": self._gradients(plan),
-            "block inputs": inputs * compute.input_bytes,
+            "block inputs": inputs,
             "kept activations": len(plan.kept) * compute.num_micro_batches * compute.kept_bytes,
             "resident states": sum(self.state_bytes[name] for name in plan.resident),
         }

@@ -10,8 +10,7 @@ The optimizer's pass over the states is `ssdtune.swap.update`; what lies on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +23,10 @@ from ssdtune.model.build import base_name
 from ssdtune.model.layout import ModelLayout, Part, Stage, TensorSpec
 from ssdtune.model.source import WeightSource
 from ssdtune.plan.generate import passing_slot
-from ssdtune.plan.residency import MemoryPlan
+from ssdtune.plan.residency import ComputeSize, MemoryPlan
 from ssdtune.store.layout import StateSpec, UnitSpec
 from ssdtune.store.store import Store
+from ssdtune.swap.activations import Leaving
 from ssdtune.swap.states import Precision, State
 
 Split = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
@@ -36,15 +36,13 @@ Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def unit_specs(
     layout: ModelLayout,
     plan: MemoryPlan,
-    input_bytes: int,
-    num_inputs: int,
+    compute: ComputeSize,
     precision: Precision | None = None,
 ) -> list[UnitSpec]:
     """Return what the store must have room for.
 
     Args:
-        input_bytes: Bytes of one block input, a multiple of 4096.
-        num_inputs: Micro-batches of a step.
+        compute: What block inputs and activations take, and the micro-batches of a step.
     """
     units, precision = [], precision or Precision()
     for part in layout.trained_parts:
@@ -59,10 +57,15 @@ def unit_specs(
         units += [
             UnitSpec(
                 input_unit(f"block.{b}", m),
-                (StateSpec("inputs", input_bytes, "activations", False),),
+                (
+                    StateSpec(
+                        "inputs", plan.moved_bytes(f"block.{b}", compute), "activations", False
+                    ),
+                ),
             )
             for b in range(layout.num_blocks)
-            for m in range(num_inputs)
+            for m in range(compute.num_micro_batches)
+            if plan.moved_bytes(f"block.{b}", compute)
         ]
     return units
 
@@ -80,16 +83,6 @@ class _WeightSlot:
     on_device: dict[str, torch.Tensor] = field(default_factory=dict)
     used: Event | None = None
     """The last compute that reads it."""
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """A view of a slot: `offset` in bytes, shape and stride in elements of its dtype."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
 
 
 @dataclass
@@ -116,7 +109,7 @@ class SwapManager:
         split: Makes (high, low) halves of fp32 masters; `join` is the inverse.
         store: Holds the states of trained parts.
         pool: All buffers come from it, at construction.
-        input_bytes: Bytes of one block input.
+        compute: What block inputs and activations take.
         precision: Which states trained parts have.
 
     Attributes:
@@ -135,7 +128,7 @@ class SwapManager:
         store: Store,
         device: Device,
         pool: BufferPool,
-        input_bytes: int,
+        compute: ComputeSize,
         precision: Precision | None = None,
     ) -> None:
         self.layout = layout
@@ -154,7 +147,8 @@ class SwapManager:
         self._pins: list[Pin] = []
         self._weights = self._make_weight_slots()
         self._gradients = self._make_gradient_slots()
-        self._inputs = [self._buffer(input_bytes, "block inputs") for _ in range(plan.input_slots)]
+        size = plan.input_slot_bytes(compute)
+        self._inputs = [self._buffer(size, "block inputs") for _ in range(plan.input_slots)]
         self._input_shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._input_uploads: dict[str, Event] = {}
 
@@ -277,34 +271,7 @@ class SwapManager:
             for spec in part.tensors
         }
 
-    @contextmanager
-    def saved_elsewhere(self, slot_name: str, later: Callable[[], str]) -> Iterator[None]:
-        """Let autograd save weights by their place in a slot, not as views of memory that gets other content.
-
-        Args:
-            slot_name: Where the weights are now.
-            later: Returns the slot where they are when backward asks for them.
-        """
-        memory = self._memory(slot_name)
-        base, size = memory.data_ptr(), memory.numel()
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
-            offset = tensor.data_ptr() - base
-            if not 0 <= offset < size:
-                return tensor.detach()  # a result would hold the graph that holds it
-            return _Saved(offset, tensor.dtype, tensor.shape, tensor.stride())
-
-        def unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
-            if isinstance(saved, torch.Tensor):
-                return saved
-            flat = self._memory(later())[saved.offset :]
-            flat = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize]
-            return flat.view(saved.dtype).as_strided(saved.shape, saved.stride)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-
-    def _memory(self, slot_name: str) -> torch.Tensor:
+    def memory(self, slot_name: str) -> torch.Tensor:
         """Return the bytes that compute reads a slot's weights from."""
         slot = self._weights[slot_name]
         return slot.host if slot.place is None else slot.place
@@ -441,7 +408,7 @@ class SwapManager:
                     gradient, _ = self.gradient(part, slot_name)
                     tickets.add(self.store.write(part.name, "gradient", as_bytes(gradient)))
 
-    # Block inputs that go to SSD and back
+    # Block inputs, and activations, that go to SSD and back
 
     def stage_input(self, slot_name: str, hidden: torch.Tensor) -> None:
         """Start bringing a block input [B, S, D] to its slot's host memory."""
@@ -450,6 +417,15 @@ class SwapManager:
         self._input_shapes[slot_name] = (hidden.shape, hidden.dtype)
         self._wait_for_upload(slot_name)
         self.device.download(flat, host).wait()
+
+    def leaving(self, slot_name: str) -> Leaving:
+        """Return a slot for a block's activations, once its last content has left it."""
+        self._wait_for_upload(slot_name)
+        return Leaving(self.device, self._input(slot_name))
+
+    def stage_activations(self, slot_name: str, leaving: Leaving) -> None:
+        """Note what a slot holds, once all of it is there."""
+        self._input_shapes[slot_name] = (torch.Size([leaving.used]), torch.uint8)
 
     def save_input(self, stage_name: str, micro_batch: int, slot_name: str) -> None:
         """Write a block input from its slot to SSD. Blocks."""

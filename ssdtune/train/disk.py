@@ -97,8 +97,7 @@ def plan_disk(
     units = unit_specs(
         prepared.layout,
         prepared.memory,
-        prepared.compute.input_bytes,
-        prepared.compute.num_micro_batches,
+        prepared.compute,
         prepared.precision,
     )
     if places:
@@ -149,7 +148,9 @@ def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
         step_inputs_bytes=_mean_inputs_bytes(prepared),
         deferred=prepared.memory.deferred,
         gradients_on_ssd=prepared.memory.gradients_on_ssd,
-        inputs_on_ssd=prepared.memory.input_slots > 0,
+        inputs_on_ssd=prepared.memory.input_slots > 0 and not prepared.memory.inputs_stay,
+        num_swapped=len(prepared.memory.swapped),
+        kept_bytes=prepared.compute.kept_bytes,
         checkpoints_kept=0 if only_at_end and not resumed else training.save_total_limit,
         export_bytes=_export_bytes(prepared),
         num_steps=num_steps,

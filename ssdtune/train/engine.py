@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ssdtune.data.batches import Batch
 from ssdtune.device.base import Device, Event
@@ -31,8 +32,9 @@ from ssdtune.plan.generate import (
     generate_flush,
     generate_training_step,
 )
-from ssdtune.plan.residency import MemoryPlan
+from ssdtune.plan.residency import ComputeSize, MemoryPlan
 from ssdtune.plan.schedule import Kind, Lane, Operation, Schedule
+from ssdtune.swap.activations import saved_elsewhere
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.states import Precision
 from ssdtune.swap.update import OutOfCoreAdam, PartPiece
@@ -85,6 +87,7 @@ class _State:
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     graphs: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    activations: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     computed: dict[str, Event] = field(default_factory=dict)
     gradient_slots: dict[str, str] = field(default_factory=lambda: {OUTER: OUTER})
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -324,11 +327,7 @@ class Engine:
         state, number = self._state, int(stage.partition(".")[2])
         hidden = state.hidden[m]
         if operation.kept:
-            # What lies in the slot now is elsewhere when backward comes.
-            with self.swap.saved_elsewhere(self._slot_of[stage], lambda: self._slot_of[stage]):
-                hidden, output = self._run_block(stage, number, m, hidden)
-            state.graphs[stage, m] = (hidden, output)
-            state.hidden[m] = output.detach()
+            self._forward_with_graph(stage, number, m, operation.input_slot)
             return
         if operation.input_slot:
             self.swap.stage_input(operation.input_slot, hidden)
@@ -340,6 +339,25 @@ class Engine:
             state.hidden[m] = self.blocks.run_block(
                 number, self._leaves(stage, False), call, hidden
             )
+
+    def _forward_with_graph(self, stage: str, number: int, m: int, input_slot: str) -> None:
+        """Run a block such that backward needn't run it again; what it saves stays in memory or goes to a slot."""
+        state = self._state
+        leaving = self.swap.leaving(input_slot) if input_slot else None
+        call = state.entries[m].calls[number]
+        given = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
+        with saved_elsewhere(
+            self.swap.memory(self._slot_of[stage]),
+            lambda: self.swap.memory(self._slot_of[stage]),
+            leaving=leaving,
+            activations_later=lambda: state.activations[stage, m],
+            shared={tensor.untyped_storage()._cdata for tensor in given},
+        ):
+            hidden, output = self._run_block(stage, number, m, state.hidden[m])
+        if leaving:
+            self.swap.stage_activations(input_slot, leaving)
+        state.graphs[stage, m] = (hidden, output)
+        state.hidden[m] = output.detach()
 
     def _run_block(
         self, stage: str, number: int, m: int, hidden: torch.Tensor
@@ -378,6 +396,8 @@ class Engine:
         state, number = self._state, int(stage.partition(".")[2])
         state.gradient_slots[stage] = operation.slot
         if operation.kept:
+            if operation.input_slot:
+                state.activations[stage, m] = self.swap.take_input(operation.input_slot)
             hidden, output = state.graphs.pop((stage, m))
         else:
             if operation.input_slot:
@@ -386,6 +406,7 @@ class Engine:
                 hidden = state.inputs.pop((stage, m))
             hidden, output = self._run_block(stage, number, m, hidden)
         torch.autograd.backward(output, state.gradients.pop(m))
+        state.activations.pop((stage, m), None)
         if hidden.requires_grad:
             assert hidden.grad is not None
             state.gradients[m] = hidden.grad
@@ -449,14 +470,14 @@ def make_step_shape(
     layout: ModelLayout,
     plan: MemoryPlan,
     pieces: Mapping[str, Sequence[PartPiece]],
-    input_bytes: int,
+    compute: ComputeSize,
     precision: Precision,
 ) -> StepShape:
     """Return the shape of a step for the generator, from the model's layout and the memory plan.
 
     Args:
         pieces: What is updated at once, by stage (`ssdtune.swap.update.pieces_of`).
-        input_bytes: One block's input of one micro-batch.
+        compute: What block inputs and activations take.
         precision: Which states trained parts have.
     """
     return StepShape(
@@ -470,11 +491,14 @@ def make_step_shape(
         block_slots=plan.block_slots,
         gradient_slots=plan.gradient_slots,
         input_slots=plan.input_slots,
+        swapped=plan.swapped,
+        inputs_stay=plan.inputs_stay,
         chunk_slots=plan.chunk_slots,
         kept=plan.kept,
         deferred=plan.deferred,
         gradients_on_ssd=plan.gradients_on_ssd,
-        input_bytes=input_bytes,
+        input_bytes=compute.input_bytes,
+        kept_bytes=compute.kept_bytes,
     )
 
 

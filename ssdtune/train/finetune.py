@@ -366,7 +366,7 @@ class _Run:
         swap = SwapManager(
             prepared.layout, prepared.memory, source=source, initial=prepared.built.initial,
             split=split_master, join=join_master, store=store, device=prepared.device, pool=pool,
-            input_bytes=prepared.compute.input_bytes, precision=prepared.precision,
+            compute=prepared.compute, precision=prepared.precision,
         )  # fmt: skip
         adam = OutOfCoreAdam(
             swap,
@@ -383,7 +383,7 @@ class _Run:
         engine = Engine(
             prepared.blocks, swap, adam, prepared.device, lanes,
             make_step_shape(
-                prepared.layout, prepared.memory, adam.pieces, prepared.compute.input_bytes,
+                prepared.layout, prepared.memory, adam.pieces, prepared.compute,
                 prepared.precision,
             ),
             seed=training.seed, max_grad_norm=training.max_grad_norm,

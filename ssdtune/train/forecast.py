@@ -164,8 +164,8 @@ class Forecaster:
                 shape = stage_shape(stage, plan, pieces, precision)
                 self._stages[key] = merged(shape, most_pieces) if most_pieces else shape
             stages[name] = self._stages[key]
-        input_bytes = self._prepared.compute.input_bytes
-        return replace(make_step_shape(layout, plan, {}, input_bytes, precision), stages=stages)
+        compute = self._prepared.compute
+        return replace(make_step_shape(layout, plan, {}, compute, precision), stages=stages)
 
 
 def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:

@@ -50,6 +50,8 @@ from ssdtune.units import format_count, format_disk, format_memory
 
 logger = logging.getLogger(__name__)
 
+SLACK_BYTES = 8192
+"""What tensors one behind the other in a slot lose to their alignment."""
 USUAL_TOKENS = 8192
 """Tokens of a micro-batch above which computing gains nothing from more."""
 
@@ -340,7 +342,7 @@ def compute_size(
         input_bytes=aligned_size(tokens * hidden * item),
         num_micro_batches=config.training.gradient_accumulation_steps,
         entry_bytes=scores + 3 * tokens * hidden * item,
-        kept_bytes=_kept_bytes(config, blocks, length) or saved,
+        kept_bytes=aligned_size((_kept_bytes(config, blocks, length) or saved) + SLACK_BYTES),
     )
 
 
@@ -389,8 +391,12 @@ def _gradients_text(plan: MemoryPlan) -> str:
 
 
 def _activations_text(plan: MemoryPlan, num_blocks: int) -> str:
-    kept = f"{len(plan.kept)} of {num_blocks} blocks keep activations"
-    if len(plan.kept) == num_blocks:
-        return kept
-    inputs = f"block inputs {'on SSD' if plan.input_slots else 'in memory'}"
-    return f"{kept}, {inputs}" if plan.kept else inputs
+    parts = []
+    if plan.kept:
+        parts.append(f"{len(plan.kept)} of {num_blocks} blocks keep activations")
+    if plan.swapped:
+        parts.append(f"{len(plan.swapped)} of {num_blocks} blocks let activations wait on SSD")
+    if len(plan.kept) + len(plan.swapped) < num_blocks:
+        stay = plan.inputs_stay or not plan.input_slots
+        parts.append(f"block inputs {'in memory' if stay else 'on SSD'}")
+    return ", ".join(parts)

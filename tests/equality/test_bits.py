@@ -104,17 +104,22 @@ def test_what_blocks_keep_changes_nothing(
     blocks = {f"block.{i}" for i in range(count)}
     settings = {"max_steps": 4, "host_cache": 1, "prefetch_depth": 0} | settings
 
-    def run(name: str, kept: set[str] | None, **more: Any) -> Streamed:
+    def run(
+        name: str, kept: set[str] | None, swapped: tuple[str, ...] = (), **more: Any
+    ) -> Streamed:
         def plan_memory(*arguments: Any) -> MemoryPlan:
             plan = residency.plan_memory(*arguments)
-            return plan if kept is None else replace(plan, kept=frozenset(kept))
+            if kept is None:
+                return plan
+            return replace(plan, kept=frozenset(kept), swapped=frozenset(swapped))
 
         monkeypatch.setattr(prepare, "plan_memory", plan_memory)
         out = tmp_path / name
         result = stream(model_dir, tmp_path / "rows.jsonl", out, settings | more)
         planned = json.loads((out / "plan.json").read_text(encoding="utf-8"))["memory"]
-        wanted = {"always": set(), "never": blocks}.get(name, kept)
+        wanted = {"always": set(), "never": blocks, "all swapped": set()}.get(name, kept)
         assert set(planned["kept"]) == wanted
+        assert set(planned["swapped"]) == (blocks if name == "all swapped" else set(swapped))
         assert not planned["resident"]
         assert planned["block_slots"] < len(blocks)
         assert bool(planned["input_slots"]) == ("ssd" in more.values())
@@ -124,6 +129,10 @@ def test_what_blocks_keep_changes_nothing(
     assert_same_bits(run("never", None, recompute="never"), again)
     assert_same_bits(run("the last", {"block.2"}), again)
     assert_same_bits(run("one between", {"block.1"}, activations="ssd"), again)
+    swapped = run("all swapped", None, recompute="never", activations="ssd")
+    assert_same_bits(swapped, again)
+    assert swapped.moved("written", "activations") > 0
+    assert_same_bits(run("mixed", {"block.2"}, ("block.0",), activations="ssd"), again)
     other = run("other masks", {"block.0"}, seed=1)
     assert other.series("loss") != again.series("loss"), "no dropout: masks could not differ"
 

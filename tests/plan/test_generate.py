@@ -62,6 +62,7 @@ def shapes(draw: st.DrawFn) -> StepShape:
     trained = [name for name, stage in stages.items() if stage.pieces]
     blocks = [name for name in names if name.startswith("block.")]
     deferred = draw(st.sampled_from([[], trained, trained[: len(trained) // 2]]))
+    input_slots = draw(st.integers(0, 3))
     streamed = [name for name in deferred if all(piece.streamed for piece in stages[name].pieces)]
     return StepShape(
         num_blocks=num_blocks,
@@ -70,13 +71,16 @@ def shapes(draw: st.DrawFn) -> StepShape:
         stages=stages,
         block_slots=draw(st.integers(1, 4)),
         gradient_slots=draw(st.integers(1, 3)),
-        input_slots=draw(st.integers(0, 3)),
+        input_slots=input_slots,
         chunk_slots=draw(st.integers(1, 4)),
-        kept=frozenset(blocks[draw(st.integers(0, num_blocks)) :]),
+        inputs_stay=draw(st.booleans()),
+        kept=frozenset(blocks[(split := draw(st.integers(0, num_blocks))) :]),
+        swapped=frozenset(blocks[: draw(st.integers(0, split))]) if input_slots else frozenset(),
         deferred=frozenset(deferred),
         pending=bool(deferred) and draw(st.booleans()),
         gradients_on_ssd=frozenset(draw(st.sampled_from([[], streamed, streamed[::2]]))),
         input_bytes=7,
+        kept_bytes=70,
     )
 
 
@@ -305,7 +309,7 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
                     inputs[op.input_slot] = (stage, m)
                 goes_back = int(stage.partition(".")[2]) >= first_trained
                 check(not op.kept or goes_back, "is kept for nothing")
-                wanted = bool(shape.input_slots) and goes_back and not op.kept
+                wanted = shape.moves(stage) and goes_back
                 check(bool(op.input_slot) == wanted, "wrong kind of input")
             case Kind.SAVE_INPUT:
                 check(inputs.get(slot) == (stage, m), "is not in the slot")
@@ -315,7 +319,7 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
                 inputs[slot] = (stage, m)
             case Kind.BACKWARD:
                 check(forwarded.get((stage, m)) == op.kept, "had another forward pass")
-                if shape.input_slots and not op.kept:
+                if shape.moves(stage):
                     check(inputs.get(op.input_slot) == (stage, m), "its input is not in the slot")
             case Kind.COLLECT_GRADIENT:
                 collected[stage] = gradient[slot]

@@ -18,6 +18,7 @@ import pytest
 
 from ssdtune.plan.generate import StepShape, generate_training_step
 from ssdtune.plan.schedule import Kind, Lane, Schedule
+from ssdtune.swap.activations import Leaving
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import OutOfCoreAdam
 from ssdtune.train.engine import Engine
@@ -45,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "some in memory": ("tied", {"host_cache": 40_000, "activations": "ssd"}),
     "activations kept": ("untied", {"host_cache": 1}),
     "activations kept, overlapped": ("short", {"host_cache": 1, "max_grad_norm": 0.0}),
+    "activations swapped": ("untied", {"activations": "ssd", "recompute": "never"}),
     "all in memory": (
         "tied",
         {"host_cache": "1GiB", "save_steps": 1, "save_total_limit": 2},
@@ -211,6 +213,7 @@ WAITS: dict[str, tuple[type, str, str, str]] = {
     "inputs are uploaded before compute": (
         SwapManager, "take_input", "self.device.compute_waits(event)", "pass",
     ),
+    "activations are downloaded": (Leaving, "wait", "event.wait()", "pass"),
     "inputs have left the slot": (
         SwapManager, "load_input", "self._wait_for_upload(slot_name)", "pass",
     ),
@@ -251,9 +254,10 @@ def test_a_wait_left_out_in_the_code_is_noticed(
         if wait.startswith("resident"):
             _assert_resumes(models, wanted, tmp_path / "out", monkeypatch)
         else:
-            _assert_late_is_soon_enough(
-                models, wanted, tmp_path / "out", "all on ssd", "ssd-read first"
-            )
+            case, order = "all on ssd", "ssd-read first"
+            if wait.startswith("activations"):
+                case, order = "activations swapped", "ssd-write first"
+            _assert_late_is_soon_enough(models, wanted, tmp_path / "out", case, order)
     assert not isinstance(noticed.value, (NameError, TypeError, AttributeError, SyntaxError))
 
 
