@@ -175,12 +175,14 @@ class MemoryConfig:
         size=True, low=0,
     )  # fmt: skip
     activations: str = setting(
-        "auto", "where block inputs wait for the backward pass", choices=("auto", "host", "ssd")
+        "auto",
+        "where what blocks need for their backward pass waits",
+        choices=("auto", "host", "ssd"),
     )
     recompute: str = setting(
         "auto",
-        "run blocks again in the backward pass (gradient checkpointing) or keep their activations in memory; "
-        "auto keeps what finds room",
+        "run blocks again in the backward pass from their input (gradient checkpointing), so that only inputs "
+        "wait, or let all they need wait; auto takes what is fastest and finds room",
         choices=("auto", "always", "never"),
     )
     compute_threads: int | None = setting(None, "threads of torch's CPU kernels", low=1)

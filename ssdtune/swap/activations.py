@@ -17,7 +17,7 @@ from ssdtune.device.base import Device, Event
 
 ALIGNMENT = 64
 """Bytes to which tensors in a slot are aligned: as torch aligns its own."""
-LEAST_BYTES = 4096
+LEAST_BYTES = 512
 """Smaller tensors stay in memory."""
 
 
