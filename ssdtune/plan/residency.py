@@ -302,8 +302,8 @@ class _Planner:
         if streaming:
             return self._priced(plan)
         if self._may_keep:
-            swapped = frozenset(self.blocks[: wanted.swapped_blocks])
-            plan = self._if_fits(plan, swapped=swapped, input_slots=wanted.input_slots)
+            if limits.activations == "auto":
+                plan = self._if_fits(plan, swapped=frozenset(self.blocks[: wanted.swapped_blocks]))
             plan = self._keep(plan, wanted.kept_blocks or 0)
         if limits.activations == "auto" and not wanted.inputs_on_ssd:
             if plan.swapped:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ssdtune.errors import CapacityError
 from ssdtune.plan.residency import (
+    LEAST_CHUNK_BYTES,
     ComputeSize,
     MemoryLimits,
     MemoryPlan,
@@ -97,7 +98,9 @@ def search(
 
     options = choices(parts, limits)
     # Where memory is short, what one choice frees may pay only if another takes it: a second start.
-    slim = replace(usual, block_slots=2, chunk_slots=3, inputs_on_ssd=True)
+    slim = replace(
+        usual, block_slots=2, chunk_slots=3, chunk_bytes=LEAST_CHUNK_BYTES, inputs_on_ssd=True
+    )
     for start in (usual, slim):
         here, improved = (start, float("inf")), True
         while improved:
