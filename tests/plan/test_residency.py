@@ -138,6 +138,8 @@ def proportions() -> st.SearchStrategy[Proportions]:
     return st.builds(
         Proportions,
         kept_blocks=st.none() | st.integers(0, 14),
+        swapped_blocks=st.integers(0, 14),
+        input_slots=st.integers(2, 4),
         block_slots=st.integers(1, 14),
         chunk_slots=st.integers(2, 8),
         deferred_stages=st.integers(0, 16),
