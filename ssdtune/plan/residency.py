@@ -26,8 +26,8 @@ CHECK_BYTES = 1 << 20
 """Largest piece of a state that has a checksum of its own in the store."""
 CODED_PIECE = 1 << 18
 """Elements whose scales, one of 4 bytes for 256, fill 4096 bytes."""
-RESERVE_BYTES = 192 * MIB
-"""Kernels that torch loads at their first use, small allocations, threads, allocator slack: 171 MiB measured at 134M."""
+RESERVE_BYTES = 80 * MIB
+"""Kernels that torch loads at their first use, small allocations, threads, allocator slack; measured at 134M."""
 
 
 def check_bytes_of(chunk_bytes: int, *, coded: bool = False) -> int:
