@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from ssdtune.cli import arguments
 from ssdtune.errors import SsdtuneError
+from ssdtune.hardware.memory import prefer_huge_pages
 from ssdtune.log import show_on_stderr
 
 _OF_THE_SYSTEM = {
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_on_stderr(1 if args.verbose else -1 if args.quiet else 0)
     if not args.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
+        prefer_huge_pages()
     try:
         from ssdtune.cli.commands import COMMANDS
 

@@ -26,7 +26,7 @@ CHECK_BYTES = 1 << 20
 """Largest piece of a state that has a checksum of its own in the store."""
 CODED_PIECE = 1 << 18
 """Elements whose scales, one of 4 bytes for 256, fill 4096 bytes."""
-RESERVE_BYTES = 80 * MIB
+RESERVE_BYTES = 72 * MIB
 """Kernels that torch loads at their first use, small allocations, threads, allocator slack; measured at 134M."""
 
 

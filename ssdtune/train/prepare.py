@@ -50,9 +50,8 @@ from ssdtune.units import format_count, format_disk, format_memory
 
 logger = logging.getLogger(__name__)
 
-LOGIT_COPIES = {4: 2.25, 2: 4.0}
-"""Memory that a chunk of logits takes with its gradient, in units of itself in fp32, by bytes of an element: in bf16 there
-are copies in fp32, and of the head's weights in the order that matrix products want. Measured at 134M."""
+LOGIT_COPIES = 2.25
+"""Memory that a chunk of logits takes with its gradient, in units of itself in fp32; measured at 134M."""
 SLACK_BYTES = 8192
 """What tensors one behind the other in a slot lose to their alignment."""
 USUAL_TOKENS = 8192
@@ -342,7 +341,7 @@ def compute_size(
     logits = min(LOGIT_BYTES, tokens * text.vocab_size * 4)
     return ComputeSize(
         block_bytes=saved + 2 * largest * item,
-        head_bytes=int(LOGIT_COPIES[item] * logits) + head_gradient,
+        head_bytes=int(LOGIT_COPIES * logits) + head_gradient,
         input_bytes=aligned_size(tokens * hidden * item),
         num_micro_batches=config.training.gradient_accumulation_steps,
         entry_bytes=scores + 3 * tokens * hidden * item,
