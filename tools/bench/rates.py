@@ -28,6 +28,7 @@ from ssdtune.hardware.compute import AdamWork, best_time, num_cores
 from ssdtune.hardware.drives import KINDS, open_bench
 from ssdtune.hardware.effort import FULL
 from ssdtune.hardware.figures import AdamPoint, BlockProfile, DirectoryProfile
+from ssdtune.hardware.memory import map_large_blocks, prefer_huge_pages
 from ssdtune.hardware.profile import HardwareProfile, read_profile, save
 from ssdtune.units import parse_size
 
