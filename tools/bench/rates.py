@@ -115,6 +115,8 @@ def renewed(
 
 
 def main() -> int:
+    prefer_huge_pages()
+    map_large_blocks()  # as runs do
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("profile", type=Path)
     parser.add_argument("model")
