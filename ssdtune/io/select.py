@@ -51,7 +51,8 @@ def open_backend(
         BackendUnavailableError: The named backend does not work on this machine.
         ValueError: Unknown name, or sizes that make no sense.
     """
-    queue_depth, request_bytes = queue_depth or QUEUE_DEPTH, request_bytes or REQUEST_BYTES
+    queue_depth = QUEUE_DEPTH if queue_depth is None else queue_depth
+    request_bytes = REQUEST_BYTES if request_bytes is None else request_bytes
     if name != "auto":
         return _make(name, queue_depth, request_bytes)
     problem = extension_problem()

@@ -417,11 +417,10 @@ class _Run:
         """Say what held steps up, and how far the forecast was right."""
         self.progress.note(verdict(history.spans).text())
         if self.forecast:
+            lanes = history.lane_seconds
+            steps = [dict(zip(lanes, values)) for values in zip(*lanes.values())]
             accuracy = compare(
-                self.forecast.step_s,
-                self.forecast.lane_s,
-                history.step_seconds,
-                history.lane_seconds,
+                self.forecast.step_s, self.forecast.lane_s, history.step_seconds, steps
             )
             if accuracy:
                 self.progress.note(accuracy.text())

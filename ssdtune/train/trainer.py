@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,8 @@ class History:
     grad_norms: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    lane_seconds: list[dict[str, float]] = field(default_factory=list)
+    lane_seconds: dict[str, array[float]] = field(default_factory=dict)
+    """Of every lane, step by step."""
     checkpoints: list[Path] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
@@ -168,7 +170,8 @@ class Trainer:
         self.history.step_seconds.append(seconds)
         self.history.spans = result.spans
         busy = _busy(result.spans)
-        self.history.lane_seconds.append(busy)
+        for lane, value in busy.items():
+            self.history.lane_seconds.setdefault(lane, array("d")).append(value)
         tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
         values = {
             "epoch": self._batches.epoch_of(step),

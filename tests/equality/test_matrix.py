@@ -189,7 +189,8 @@ def test_lora_leaves_the_base_alone(tmp_path: Path) -> None:
     assert set(after) == set(before)
     adapter_bytes = 4 * sum(tensor.numel() for tensor in streamed.state().values())
     # master or weights, two moments and perhaps gradients: nothing the size of the base
-    padding = 4096 * 6 * 5
+    # states fill blocks of the drive, tensors multiples of 256 elements
+    padding = (4096 * 6 + 4 * 256 * len(streamed.state())) * 5
     for line in streamed.steps:
         trained = {kind: n for kind, n in line["bytes_written"].items() if kind != "activations"}
         assert sum(trained.values()) <= 5 * adapter_bytes + padding

@@ -24,6 +24,7 @@ from ssdtune.plan.residency import (
     Proportions,
     plan_memory,
 )
+from ssdtune.swap.activations import saved_elsewhere
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.states import Precision
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
@@ -31,6 +32,7 @@ from ssdtune.train.prepare import part_sizes
 from tests.toy import make_checkpoint
 
 INPUT_BYTES = 4096 * 3
+COMPUTE = ComputeSize(0, 0, INPUT_BYTES, 2, 0, kept_bytes=1 << 20)
 EXACT = Precision()
 
 
@@ -55,7 +57,7 @@ def make(
         cache_bytes=cache_bytes,
     )
     plan = plan_memory(
-        part_sizes(layout, precision), ComputeSize(0, 0, INPUT_BYTES, 2, 0, kept_bytes=1 << 20), limits,
+        part_sizes(layout, precision), COMPUTE, limits,
         Proportions(block_slots=block_slots),
     )  # fmt: skip
     return make_with(layout, plan, precision)
@@ -67,7 +69,7 @@ def make_with(
     pool = BufferPool()
     swap = SwapManager(
         layout, plan, source=None, initial={}, split=split_master, join=join_master,  # type: ignore[arg-type]
-        store=SimpleNamespace(check_bytes=4096), device=CpuDevice(), pool=pool, input_bytes=INPUT_BYTES, precision=precision,  # type: ignore[arg-type]
+        store=SimpleNamespace(check_bytes=4096), device=CpuDevice(), pool=pool, compute=COMPUTE, precision=precision,  # type: ignore[arg-type]
     )  # fmt: skip
     return swap, pool
 
@@ -164,7 +166,7 @@ def test_a_graph_finds_its_weights_in_another_slot(layout: ModelLayout) -> None:
     def gradients(*, moves: bool) -> list[torch.Tensor]:
         put(first)
         place = first
-        with swap.saved_elsewhere(first, lambda: place):
+        with saved_elsewhere(swap.memory(first), lambda: swap.memory(place)):
             hidden = torch.ones(3, 1, requires_grad=True)
             leaves = [
                 weight.detach().requires_grad_()

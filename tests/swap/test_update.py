@@ -17,13 +17,14 @@ from ssdtune.io.buffers import BufferPool
 from ssdtune.io.threads import PythonBackend
 from ssdtune.model.layout import ModelLayout, Part, Stage, TensorSpec
 from ssdtune.optim.adamw import adamw_, join_master, split_master
-from ssdtune.plan.residency import MemoryPlan
+from ssdtune.plan.residency import ComputeSize, MemoryPlan
 from ssdtune.store.store import Store
 from ssdtune.swap.manager import SwapManager, unit_specs
 from ssdtune.swap.states import Precision
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
 from tests.adversarial import LateBackend
 
+COMPUTE = ComputeSize(0, 0, 4096, 1, 0)
 SETTINGS = AdamSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, threads=1)
 SIZES = ((3000, True), (1, False), (5000, True), (64, False))
 """Elements of the tensors and whether they decay: pieces end within them and between them."""
@@ -199,13 +200,13 @@ def make_rig(tmp_path: Path, dtype: torch.dtype) -> Iterator[Callable[..., Rig]]
         backend._inner.close()
         backend._inner = faults
         store = Store.create(
-            [str(tmp_path / f"swap{len(opened)}")], unit_specs(layout, plan, 4096, 1, precision),
+            [str(tmp_path / f"swap{len(opened)}")], unit_specs(layout, plan, COMPUTE, precision),
             copies=copies, run_id=f"run{len(opened)}", backend=backend, check_bytes=4096, output_dir=tmp_path,
         )  # fmt: skip
         opened.append((store, backend))
         swap = SwapManager(
             layout, plan, source=_Source(), initial={}, split=split_master, join=join_master,  # type: ignore[arg-type]
-            store=store, device=CpuDevice(), pool=pool, input_bytes=4096, precision=precision,
+            store=store, device=CpuDevice(), pool=pool, compute=COMPUTE, precision=precision,
         )  # fmt: skip
         swap.load(part.stage, WEIGHTS)
         return Rig(part, store, swap, faults, backend, pool)
