@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ssdtune.data.batches import Batch
-from ssdtune.device.base import Device, Event
+from ssdtune.device.base import Device, Event, explained
 from ssdtune.errors import SsdtuneError
 from ssdtune.model.blocks import BlockModel, Entry
 from ssdtune.model.layout import ModelLayout, Part, Stage
@@ -215,13 +215,8 @@ class Engine:
         return self._state
 
     def _run(self, schedule: Schedule) -> list[Span]:
-        try:
+        with explained(self.device):
             return self._lanes.run(schedule, self._execute)
-        except Exception as error:
-            explained = self.device.explain(error)
-            if explained is None:
-                raise
-            raise explained from error
 
     def _execute(self, operation: Operation) -> None:
         stage, slot, m = operation.stage, operation.slot, operation.micro_batch
