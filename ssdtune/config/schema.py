@@ -147,6 +147,12 @@ class TrainingConfig:
     max_grad_norm: float = setting(
         1.0, "limit of the global gradient norm; 0 turns clipping off", low=0
     )
+    clipping: str = setting(
+        "auto", "when updates are made if gradients may be clipped, with the same numbers: deferred to the next "
+        "step, or speculative, that is at once and again if the norm turns out to exceed its limit, which needs room "
+        "for the states once more",
+        choices=("auto", "deferred", "speculative"),
+    )  # fmt: skip
     logging_steps: int = setting(1, "report every so many steps", unit="steps", low=1)
     eval_steps: int | None = setting(
         None, "evaluate every so many steps; by default at each epoch's end", low=1
@@ -166,6 +172,9 @@ class MemoryConfig:
     """The device and the budgets of memory."""
 
     device: str = setting("auto", "auto, cpu, cuda or cuda:1")
+    gpu_memory: int | None = setting(
+        None, "budget of the card's memory, CUDA's own included; what is free by default", size=True, low=1,
+    )  # fmt: skip
     host_memory: int | None = setting(
         None, "budget of host memory for the whole process; what cgroups and the system leave by default",
         size=True, low=1,

@@ -41,6 +41,7 @@ class RunShape:
         step_inputs_bytes: One block's inputs for all micro-batches of a mean step; None for the longest.
         deferred: Stages that are updated at the beginning of the next step; before a save they are updated first.
         gradients_on_ssd: Those of them whose gradient waits on SSD.
+        speculative: Those of them that are updated at once all the same; only clipped steps defer them.
         inputs_on_ssd: Block inputs wait on SSD for the backward pass.
         checkpoints_kept: Checkpoints on the drives at any time; 0 if none are made.
         export_bytes: Size of the files that the run leaves for others.
@@ -57,12 +58,18 @@ class RunShape:
     step_inputs_bytes: int | None = None
     deferred: frozenset[str] = frozenset()
     gradients_on_ssd: frozenset[str] = frozenset()
+    speculative: frozenset[str] = frozenset()
     inputs_on_ssd: bool = False
     checkpoints_kept: int = 1
     export_bytes: int = 0
     num_steps: int = 1
     steps_per_epoch: float | None = 1.0
     num_checkpoints: int = 0
+
+    @property
+    def speculates(self) -> bool:
+        """Say whether states are written beside the live ones."""
+        return bool(self.speculative)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class DiskNeed:
 
     states: int
     checkpoints: int
+    speculation: int
     gradients: int
     activations: int
     export: int
@@ -78,7 +86,8 @@ class DiskNeed:
     @property
     def swap_bytes(self) -> int:
         """Bytes in the swap directories."""
-        return self.states + self.checkpoints + self.gradients + self.activations
+        states = self.states + self.checkpoints + self.speculation
+        return states + self.gradients + self.activations
 
     @property
     def total(self) -> int:
@@ -122,14 +131,16 @@ def disk_need(parts: Sequence[PartSize], run: RunShape) -> DiskNeed:
     """Return the room that a run needs on drives, from its first step to its end.
 
     A checkpoint freezes the places of the live states, and later steps write to others, so every
-    checkpoint kept costs the states once more. Gradients and block inputs have no versions. Frozen weights
+    checkpoint kept costs the states once more. Speculative updates leave the live states alone, which costs them
+    once more too. Gradients and block inputs have no versions. Frozen weights
     are read from the original files and need no room.
     """
     states = sum(sum(state_bytes(part).values()) for part in parts)
     return DiskNeed(
         states=states,
         checkpoints=states * run.checkpoints_kept,
-        gradients=_gradient_bytes(parts, run),
+        speculation=states * run.speculates,
+        gradients=_gradient_bytes(parts, run.gradients_on_ssd),
         activations=_inputs_bytes(run, run.num_blocks - run.num_kept),
         export=run.export_bytes,
     )
@@ -140,8 +151,9 @@ def step_traffic(
 ) -> Traffic:
     """Return what one optimizer step reads and writes.
 
-    Writes are exact. Reads are the most there can be: weights that still lie in a slot when they are needed
-    again are not read again. The update works on the weights where they lie for forward or backward.
+    Writes are exact, except that a step that is clipped after speculating writes its states twice. Reads are the most
+    there can be: weights that still lie in a slot when they are needed again are not read again. The update works on
+    the weights where they lie for forward or backward.
 
     Args:
         resident: Names of parts whose weights and states stay in memory.
@@ -163,9 +175,10 @@ def step_traffic(
     inputs = _inputs_bytes(run, run.num_blocks - run.num_kept)
     if inputs and run.step_inputs_bytes is not None and not run.num_swapped:
         inputs = run.step_inputs_bytes * (run.num_blocks - run.num_kept)
-    for kind, num_bytes in (("gradients", _gradient_bytes(parts, run)), ("activations", inputs)):
-        read[kind] += num_bytes
-        written[kind] += num_bytes
+    read["gradients"] += _gradient_bytes(parts, run.gradients_on_ssd - run.speculative)
+    written["gradients"] += _gradient_bytes(parts, run.gradients_on_ssd)
+    read["activations"] += inputs
+    written["activations"] += inputs
     return Traffic(read, written)
 
 
@@ -181,13 +194,13 @@ def save_traffic(
     written = dict(read)
     for part in parts:
         in_memory = part.name in resident
-        if not in_memory and part.stage not in run.deferred:
+        if not in_memory and part.stage not in run.deferred - run.speculative:
             continue
         for state, num_bytes in state_bytes(part).items():
             written[STATE_KINDS[state]] += num_bytes
             if not in_memory:
                 read[STATE_KINDS[state]] += num_bytes
-    read["gradients"] += _gradient_bytes(parts, run)
+    read["gradients"] += _gradient_bytes(parts, run.gradients_on_ssd - run.speculative)
     return Traffic(read, written)
 
 
@@ -209,8 +222,8 @@ def run_written_bytes(
     return first + steps + kept * run.num_checkpoints + run.export_bytes
 
 
-def _gradient_bytes(parts: Sequence[PartSize], run: RunShape) -> int:
-    waiting = [part for part in parts if part.trained and part.stage in run.gradients_on_ssd]
+def _gradient_bytes(parts: Sequence[PartSize], stages: Collection[str]) -> int:
+    waiting = [part for part in parts if part.trained and part.stage in stages]
     return sum(extent_bytes(4 * part.numel) for part in waiting)
 
 

@@ -100,7 +100,10 @@ class StepShape:
             others are run again from their input.
         deferred: Stages whose update waits for the next step (see `pending`): all of them if gradients are
             clipped by the norm of all. Others are updated as soon as their gradient is complete.
-        pending: The previous step's deferred updates are still to be made: each before its stage is loaded.
+        speculative: Deferred stages that are updated as soon as their gradient is complete all the same, as if it were
+            not clipped. Their gradient waits until that is known; if it was clipped, so does their update.
+        pending: The previous step's deferred updates are still to be made: each before its stage is loaded; except
+            those of `settled` stages, for which the previous step was right to speculate.
         gradients_on_ssd: Deferred stages whose gradient waits on SSD, not in memory.
         input_bytes: One block's input of one micro-batch; `kept_bytes` all that its backward pass needs.
     """
@@ -120,7 +123,9 @@ class StepShape:
     pending: bool = False
     gradients_on_ssd: frozenset[str] = frozenset()
     input_bytes: int = 0
+    speculative: frozenset[str] = frozenset()
     kept_bytes: int = 0
+    settled: frozenset[str] = frozenset()
 
     def moves(self, block: str) -> bool:
         """Say whether a block's input, or its activations, go to SSD."""
@@ -131,6 +136,11 @@ class StepShape:
     @property
     def trained(self) -> frozenset[str]:
         """Stages that have trained weights."""
+    @property
+    def owed(self) -> frozenset[str]:
+        """Stages that the previous step did not update, if it left anything `pending`."""
+        return self.deferred - self.settled
+
         return frozenset(name for name, stage in self.stages.items() if stage.pieces)
 
     @property
@@ -195,6 +205,7 @@ class _Updates:
     ) -> tuple[list[int], list[int]]:
         """Emit a stage's update.
 
+        speculative: bool = False,
         Args:
             slot: Where its weights lie, or are brought `with_weights`.
             gradient_slot: Where its gradient lies; "" if on SSD.
@@ -218,7 +229,7 @@ class _Updates:
             self.next = (self.next + 1) % self.shape.chunk_slots
             common = {
                 "piece": number, "slot": chunk, "weight_slot": slot.name, "gradient_slot": gradient_slot,
-                "num_elements": piece.numel,
+                "num_elements": piece.numel, "speculative": speculative,
             }  # fmt: skip
             read = piece.state_bytes + (piece.weight_bytes if with_weights else 0)
             read += 0 if gradient_slot else 4 * piece.numel
@@ -292,7 +303,7 @@ class _Weights:
         shape, sizes = self.shape, self.shape.stage(stage)
         free, reads = slot.uses, False
         here: list[int] = []
-        updates = shape.pending and stage in shape.deferred and stage not in self.updated
+        updates = shape.pending and stage in shape.owed and stage not in self.updated
         slot.stage, slot.uses = stage, []
         if updates:
             gradient = gradient_slot(shape, stage)
@@ -314,15 +325,19 @@ class _Weights:
         after = here if reads else [*here, *free]
         slot.ready = self.schedule.add(Lane.H2D, Kind.UPLOAD, stage, after=after, slot=slot.name)
 
-    def update(self, stage: str, gradient: str, complete: int) -> list[int]:
+    def update(
+        self, stage: str, gradient: str, complete: int, *, speculative: bool = False
+    ) -> list[int]:
         """Emit the update of a stage whose gradient is complete, and return when the gradient has served."""
         slots = self.slots[self._class(stage)]
         holder = next((slot for slot in slots if slot.stage == stage), None)
         slot = holder or self._choose(stage, len(self.visits))
-        readable = [self.first_load[stage], *([] if holder else slot.uses)]
+        # The first load may import the stage; a pending update wrote what this one reads.
+        there = [self.first_load.get(stage), *self.updated.get(stage, [])]
+        readable = [*there, *([] if holder else slot.uses)]
         computed, written = self.updates.emit(
             stage, slot, with_weights=holder is None, gradient_slot=gradient, readable=readable,
-            complete=complete,
+            complete=complete, speculative=speculative,
         )  # fmt: skip
         slot.stage = stage
         slot.uses += written
@@ -388,6 +403,8 @@ class _Gradients:
 
 def gradient_slot(shape: StepShape, stage: str) -> str:
     """Return the slot in which a stage's gradient waits for the next step; "" if it doesn't wait in memory."""
+        if stage in shape.speculative:
+            over = [*over, *self.weights.update(stage, slot, done, speculative=True)]
     return stage if stage in shape.deferred - shape.gradients_on_ssd else ""
 
 
@@ -452,7 +469,7 @@ def generate_flush(shape: StepShape) -> Schedule:
     """Return the schedule that makes pending updates without a step after them."""
     schedule = Schedule()
     weights = _Weights(schedule, shape, [], _Updates(schedule, shape))
-    for number, stage in enumerate(s for s in stages_of(shape) if s in shape.deferred):
+    for number, stage in enumerate(s for s in stages_of(shape) if s in shape.owed):
         slots = weights.slots[weights._class(stage)]
         slot = slots[number % len(slots)]
         _, written = weights.updates.emit(

@@ -142,6 +142,8 @@ class MemoryPlan:
         inputs_stay: Block inputs stay in memory all the same; the slots are for activations.
         chunk_slots: Slots for pieces of optimizer states of `chunk_bytes` for an fp32 state.
         breakdown: Host bytes by purpose.
+        speculative: Deferred stages that are updated at once all the same, beside their live version, as if nothing
+            were clipped.
     """
 
     resident: frozenset[str]
@@ -159,6 +161,7 @@ class MemoryPlan:
     breakdown: dict[str, int] = field(default_factory=dict, hash=False)
 
     @property
+    speculative: frozenset[str] = frozenset()
     def host_bytes(self) -> int:
         """Planned peak of host memory."""
         return sum(self.breakdown.values())
@@ -181,7 +184,7 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        sets = ("resident", "deferred", "gradients_on_ssd", "kept", "swapped")
+        sets = ("resident", "deferred", "gradients_on_ssd", "kept", "swapped", "speculative")
         plain = {name: sorted(getattr(self, name)) for name in sets}
         return {**asdict(self), **plain, "host_bytes": self.host_bytes}
 
@@ -219,6 +222,8 @@ class MemoryLimits:
         base_bytes: Resident memory of the process before any buffer (interpreter, torch, tokenized rows).
         budget_bytes: The most the whole process may take.
         cache_bytes: Limit for resident parts, and 0 also sends gradients and block inputs to SSD and keeps no
+        speculative: With clipping, stages whose states are on SSD are updated before it is known whether gradients are
+            clipped, and again if they are.
             activations; None for what is left.
         chunk_bytes: Bytes of an fp32 state that the optimizer works on at once; None leaves it open.
         clipping: Gradients must wait for the global norm.
@@ -229,6 +234,7 @@ class MemoryLimits:
     base_bytes: int
     budget_bytes: int
     cache_bytes: int | None = None
+    speculative: bool = False
     chunk_bytes: int | None = None
     clipping: bool = True
     activations: str = "auto"
@@ -360,7 +366,13 @@ class _Planner:
         return sum(need.values()) <= self.limits.budget_bytes
 
     def _priced(self, plan: MemoryPlan) -> MemoryPlan:
-        return replace(plan, breakdown=self.need(plan))
+        speculative = frozenset[str]()
+        if self.limits.clipping and self.proportions.speculative:
+            # What is in memory can't be updated beside itself, and waits for the norm at little cost.
+            trained = (part for part in self.parts if part.trained)
+            stays = {part.stage for part in trained if part.name in plan.resident}
+            speculative = plan.deferred - stays
+        return replace(plan, speculative=speculative, breakdown=self.need(plan))
 
     def need(self, plan: MemoryPlan) -> dict[str, int]:
         """Return host bytes by purpose."""

@@ -73,6 +73,8 @@ class Operation:
         gradient_slot: Where the gradient of a piece lies; "" if it is read from SSD.
         with_weights: LOAD: also the trained parts, which are in the slot already after a pending update;
             LOAD_STATES: also the weights, which are in the slot already after a backward pass.
+        speculative: LOAD_STATES, UPDATE, SAVE_STATES: before it is known whether gradients are clipped, as if they were
+            not; what is written counts only once that turns out right.
         kept: FORWARD, BACKWARD: the block keeps all that its backward pass needs, so that it isn't run again.
         after: Indexes of the operations that must be over first.
         num_bytes: Bytes moved between SSD and host.
@@ -90,6 +92,7 @@ class Operation:
     weight_slot: str = ""
     gradient_slot: str = ""
     with_weights: bool = True
+    speculative: bool = False
     kept: bool = False
     after: tuple[int, ...] = ()
     num_bytes: int = 0

@@ -237,7 +237,9 @@ class Store:
 
         return self._transfer(self._backend.read, key, view, offset, finish)
 
-    def write(self, unit: str, state: str, view: memoryview, *, offset: int = 0) -> Ticket:
+    def write(
+        self, unit: str, state: str, view: memoryview, *, offset: int = 0, beside: bool = False
+    ) -> Ticket:
         """Start writing `view` to the pending version.
 
         The first write of a unit after a commit chooses the place: the live version if nothing holds it,
@@ -246,6 +248,8 @@ class Store:
         Args:
             view: Bytes, a multiple of 4096 long; not to be touched until `wait`.
             offset: Where to begin within the state, a multiple of 4096.
+            beside: With the first write: choose a free place in any case, so that `discard` is possible. See
+                `has_room_beside`.
 
         Raises:
             ValueError: The range is not within the state, or, with checksums on, not of whole pieces.
@@ -266,7 +270,7 @@ class Store:
             pending = None
             if spec.versioned:
                 if unit not in self._versions.pending:
-                    self._begin(unit)
+                    self._begin(unit, beside)
                 pending = self._versions.pending[unit]
                 pending.unfinished += 1
             else:
@@ -318,12 +322,18 @@ class Store:
         """Forget what was written of a unit since its last commit.
 
         Raises:
-            ValueError: Nothing was written, or it was written in place; freeze before, to prevent that.
+            ValueError: Nothing was written, or it was written in place; freeze before, or write `beside`, to
+                prevent that.
         """
         with self._lock:
             version = self._versions.discard(unit)
             for state in self._versioned_states(unit):
                 self._checksums.forget((unit, state.name, version))
+
+    def has_room_beside(self) -> bool:
+        """Say whether every unit has a place besides those of its live version and of checkpoints."""
+        with self._lock:
+            return self._versions.has_room_beside()
 
     def version(self, unit: str) -> int | None:
         """Return the live version of a unit; None if it was never written."""
@@ -450,8 +460,8 @@ class Store:
     ) -> None:
         self.close()
 
-    def _begin(self, unit: str) -> None:
-        pending = self._versions.begin(unit)
+    def _begin(self, unit: str, beside: bool) -> None:
+        pending = self._versions.begin(unit, beside=beside)
         if not pending.in_place:
             for state in self._versioned_states(unit):
                 self._checksums.forget((unit, state.name, pending.version))

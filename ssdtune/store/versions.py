@@ -50,29 +50,42 @@ class Versions:
         self.pending: dict[str, Pending] = {}
         self.frozen = {label: dict(versions) for label, versions in (frozen or {}).items()}
 
-    def begin(self, unit: str) -> Pending:
+    def begin(self, unit: str, *, beside: bool = False) -> Pending:
         """Return what is being written of a unit; on the first call choose its place.
 
+        Args:
+            beside: Not in the place of the live version, though no checkpoint holds that.
+
         Raises:
-            CapacityError: Checkpoints hold all places.
+            CapacityError: Checkpoints, and the live version, hold all places.
         """
         if unit in self.pending:
             return self.pending[unit]
         live = self.live[unit]
         held = {versions.get(unit) for versions in self.frozen.values()}
+        if beside:
+            held.add(live)
         if live is not None and live not in held:
             version = live
         else:
             free = [v for v in range(self.copies) if v not in held]
             if not free:
                 raise CapacityError(
-                    f"unit {unit}: all {self.copies} places are held by {', '.join(self.frozen)}. "
+                    f"unit {unit}: all {self.copies} places are held by {', '.join(self.frozen) or 'its live version'}. "
                     "Lower save_total_limit only together with the checkpoints kept, or report this "
                     "as a defect of ssdtune."
                 )
             version = free[0]
         self.pending[unit] = Pending(version, in_place=version == live)
         return self.pending[unit]
+
+    def has_room_beside(self) -> bool:
+        """Say whether every unit has a place that neither is live nor held by a checkpoint."""
+        for unit, live in self.live.items():
+            held = {versions.get(unit) for versions in self.frozen.values()} - {None}
+            if len(held | {live}) >= self.copies:  # one that was never written will take a place
+                return False
+        return True
 
     def commit(self, unit: str, extents: Mapping[str, int]) -> None:
         """Make what was written the live version.

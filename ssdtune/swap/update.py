@@ -6,6 +6,9 @@ and a gradient that waited on SSD, in a chunk slot. The old version of a part is
 made live with its last piece, so that a checkpoint's version stays as it is. Tensors without a gradient are carried
 over unchanged, as torch.optim.AdamW leaves parameters whose gradient is None, and their count of steps does not
 advance.
+
+A speculative update is made before it is known whether it is the right one: it is written beside the live version, and
+becomes live, or is forgotten, once the whole step's are there (`keep_speculated`, `drop_speculated`).
 """
 
 from __future__ import annotations
@@ -117,6 +120,8 @@ class OutOfCoreAdam:
         self.steps = {part.name: [0] * len(part.tensors) for part in swap.layout.trained_parts}
         self._swap = swap
         self._settings = settings
+        self._speculated: dict[str, list[bool]] = {}
+        """By part: which of its tensors were updated."""
         self._seeds = {
             part.name: rounding_seed(seed, number)
             for number, part in enumerate(swap.layout.trained_parts)
@@ -179,6 +184,7 @@ class OutOfCoreAdam:
         gradient_slot: str,
         lr: float,
         scale: float,
+        speculative: bool = False,
     ) -> None:
         """Update a piece in its slots, or in memory.
 
@@ -187,6 +193,7 @@ class OutOfCoreAdam:
             gradient_slot: Where the complete gradient of the stage lies; "" if in the chunk slot.
             lr: Learning rate of this step.
             scale: Clipping coefficient.
+            speculative: The update may have to be forgotten; only for pieces that are streamed.
 
         Raises:
             SsdtuneError: A weight is no longer finite.
@@ -197,6 +204,8 @@ class OutOfCoreAdam:
         if piece.start == 0:
             for index, found in enumerate(present):
                 steps[index] += found
+            if speculative:
+                self._speculated[part.name] = list(present)
         if piece.streamed:
             states = self._states(piece, slot, weight_slot)
         else:
@@ -216,8 +225,10 @@ class OutOfCoreAdam:
         if not piece.streamed:
             self._swap.fresh.discard(part.name)
 
-    def save(self, stage: str, number: int, slot: str, *, weight_slot: str) -> None:
-        """Write an updated piece; the last one makes the part's new version live. Blocks.
+    def save(
+        self, stage: str, number: int, slot: str, *, weight_slot: str, speculative: bool = False
+    ) -> None:
+        """Write an updated piece; unless it is speculative, the last one makes the part's new version live. Blocks.
 
         Raises:
             StorageError: Writing failed; the part's old version is whole, unless it was in place.
@@ -229,10 +240,34 @@ class OutOfCoreAdam:
         with Tickets() as tickets:
             for name, view in states.items():
                 offset = kinds[name].offset(piece.start)
-                tickets.add(store.write(piece.part.name, name, as_bytes(view), offset=offset))
-        if piece.is_last:
-            store.commit(piece.part.name)
-            self._swap.fresh.discard(piece.part.name)
+                data = as_bytes(view)
+                tickets.add(
+                    store.write(piece.part.name, name, data, offset=offset, beside=speculative)
+                )
+        if piece.is_last and not speculative:
+            self._make_live(piece.part.name)
+
+    def can_speculate(self) -> bool:
+        """Say whether there is room for updates that may have to be forgotten."""
+        return self._swap.store.has_room_beside()
+
+    def keep_speculated(self) -> None:
+        """Make the speculative updates count: they were the right ones."""
+        for part in self._speculated:
+            self._make_live(part)
+        self._speculated.clear()
+
+    def drop_speculated(self) -> None:
+        """Forget the speculative updates: weights, states and counts of steps are those before."""
+        for part, present in self._speculated.items():
+            self._swap.store.discard(part)
+            for index, found in enumerate(present):
+                self.steps[part][index] -= found
+        self._speculated.clear()
+
+    def _make_live(self, part: str) -> None:
+        self._swap.store.commit(part)
+        self._swap.fresh.discard(part)
 
     def _states(self, piece: PartPiece, slot: str, weight_slot: str) -> dict[str, torch.Tensor]:
         """Return the piece's states by name: the weights in their slot, the others in the chunk slot."""

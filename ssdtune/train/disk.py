@@ -37,7 +37,7 @@ class DiskPlan:
     Attributes:
         units: What the store holds.
         directories: Swap directories, absolute.
-        copies: Places of each state: the live one, and one for each checkpoint that is kept.
+        copies: Places of each state: the live one, one for each checkpoint that is kept, and one for speculative updates.
         layout: Where each place is.
         needs: Everything that the run will write, for `check_space`.
         estimate: Room, traffic and wear as figures.
@@ -107,7 +107,7 @@ def plan_disk(
         directories = resolve_directories(config.io.swap_dirs or [str(output_dir / "swap")])
         drives = [drive for path in directories for drive in drives_of(existing_parent(path))]
     shape = _run_shape(prepared, resumed)
-    copies = 1 + shape.checkpoints_kept
+    copies = 1 + shape.checkpoints_kept + shape.speculates
     layout = StoreLayout.build(units, copies, [1.0] * len(directories))
     needs = [
         *space_needs(directories, layout),
@@ -148,6 +148,7 @@ def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
         step_inputs_bytes=_mean_inputs_bytes(prepared),
         deferred=prepared.memory.deferred,
         gradients_on_ssd=prepared.memory.gradients_on_ssd,
+        speculative=prepared.memory.speculative,
         inputs_on_ssd=prepared.memory.input_slots > 0 and not prepared.memory.inputs_stay,
         num_swapped=len(prepared.memory.swapped),
         kept_bytes=prepared.compute.kept_bytes,

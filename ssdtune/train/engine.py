@@ -40,6 +40,7 @@ from ssdtune.swap.states import Precision
 from ssdtune.swap.update import OutOfCoreAdam, PartPiece
 from ssdtune.train.lanes import Lanes, Span
 from ssdtune.train.seeds import stage_seed
+from ssdtune.train.speculation import Speculation
 
 
 @dataclass
@@ -50,6 +51,7 @@ class StepResult:
         loss: Token-weighted mean over the whole step.
         grad_norm: Global norm before clipping.
         clip_scale: What the gradients were multiplied by.
+        speculated: Updates were made as if it were 1, before it was known; if it is not, they are made again.
     """
 
     loss: float
@@ -57,6 +59,7 @@ class StepResult:
     clip_scale: float
     learned_tokens: int
     spans: list[Span]
+    speculated: bool = False
 
 
 @dataclass
@@ -94,6 +97,8 @@ class _State:
     losses: list[torch.Tensor] = field(default_factory=list)
     squares: dict[str, float] = field(default_factory=dict)
     norm: float = 0.0
+    wrong: SsdtuneError | None = None
+    """A speculative update failed: an error only if it was the right one."""
 
 
 class Engine:
@@ -103,6 +108,7 @@ class Engine:
         shape: The step's shape; its number of micro-batches is replaced by that of each step.
         seed: Seeds dropout (see `ssdtune.train.seeds`).
         max_grad_norm: Clipping limit, 0 for none.
+        speculation: Decides in which steps stages that may be updated speculatively are.
     """
 
     def __init__(
@@ -116,6 +122,7 @@ class Engine:
         *,
         seed: int,
         max_grad_norm: float,
+        speculation: Speculation | None = None,
     ) -> None:
         self.blocks = blocks
         self.swap = swap
@@ -125,6 +132,9 @@ class Engine:
         self._lanes = lanes
         self._seed = seed
         self._max_grad_norm = max_grad_norm
+        self._speculation = speculation or Speculation()
+        self._settled: frozenset[str] = frozenset()
+        """Deferred stages that the last step updated all the same."""
         self._slot_of: dict[str, str] = {}
         self._state: _State
         self._pending: _Update | None = None
@@ -159,18 +169,46 @@ class Engine:
             SsdtuneError: The loss or a gradient is not finite; nothing was updated unless clipping is off.
         """
         num_items = sum(batch.num_learned_tokens for batch in batches)
-        shape = replace(self.shape, num_micro_batches=len(batches), pending=self.pending)
+        shape = replace(
+            self.shape,
+            num_micro_batches=len(batches),
+            speculative=self._speculated_stages(),
+            pending=self.pending,
+            settled=self._settled,
+        )
         schedule = generate_training_step(shape)
         state = self._begin(batches, step, num_items, training=True, learning_rate=learning_rate)
         spans = self._run(schedule)
-        self._pending = state.update if shape.deferred else None
+        self._settled = self._settle(shape.speculative)
+        self._pending = state.update if shape.deferred - self._settled else None
         loss = float(sum(loss.item() for loss in state.losses))
-        return StepResult(loss, state.norm, state.update.scale, num_items, spans)
+        return StepResult(
+            loss, state.norm, state.update.scale, num_items, spans, bool(shape.speculative)
+        )
+
+    def _speculated_stages(self) -> frozenset[str]:
+        """Return the stages that a step updates before it is known whether gradients are clipped."""
+        stages = self.shape.speculative
+        allowed = stages and self._speculation.is_allowed and self.adam.can_speculate()
+        return stages if allowed else frozenset()
+
+    def _settle(self, speculated: frozenset[str]) -> frozenset[str]:
+        """Keep or drop the step's speculative updates, and return the stages that are updated now."""
+        state = self._state
+        clipped = state.update.scale != 1.0
+        self._speculation.note(clipped=clipped)
+        if clipped:
+            self.adam.drop_speculated()
+            return frozenset()
+        if state.wrong:
+            raise state.wrong
+        self.adam.keep_speculated()
+        return speculated
 
     def flush(self) -> None:
         """Make the updates that are pending, so that weights and states are those after the last step."""
         if self.pending:
-            self._run(generate_flush(self.shape))
+            self._run(generate_flush(replace(self.shape, settled=self._settled)))
             self._pending = None
 
     def evaluate(
@@ -252,14 +290,12 @@ class Engine:
                     with_weights=operation.with_weights, with_gradient=not operation.gradient_slot,
                 )  # fmt: skip
             case Kind.UPDATE:
-                pending = self._pending if stage in self.shape.deferred else None
-                update = pending or self._state.update
-                self.adam.update(
-                    stage, operation.piece, slot, update.present, weight_slot=operation.weight_slot,
-                    gradient_slot=operation.gradient_slot, lr=update.learning_rate, scale=update.scale,
-                )  # fmt: skip
+                self._update(operation)
             case Kind.SAVE_STATES:
-                self.adam.save(stage, operation.piece, slot, weight_slot=operation.weight_slot)
+                self.adam.save(
+                    stage, operation.piece, slot, weight_slot=operation.weight_slot,
+                    speculative=operation.speculative,
+                )  # fmt: skip
         if operation.lane == Lane.COMPUTE and stage:
             self._state.computed[stage] = self._state.computed[OUTER] = event = self.device.record()
             for used in (stage, OUTER):
@@ -434,6 +470,23 @@ class Engine:
 
     def _collect(self, stage: str, slot: str) -> None:
         state = self._state
+    def _update(self, operation: Operation) -> None:
+        stage, update = operation.stage, self._state.update
+        if stage in self.shape.deferred and not operation.speculative:
+            assert self._pending is not None
+            update = self._pending
+        try:
+            self.adam.update(
+                stage, operation.piece, operation.slot, update.present,
+                weight_slot=operation.weight_slot, gradient_slot=operation.gradient_slot,
+                lr=update.learning_rate, scale=1.0 if operation.speculative else update.scale,
+                speculative=operation.speculative,
+            )  # fmt: skip
+        except SsdtuneError as error:
+            if not operation.speculative:
+                raise
+            self._state.wrong = self._state.wrong or error
+
         total = 0.0
         for part in self.blocks.layout.stages[stage].parts:
             if part.trained:
@@ -494,6 +547,7 @@ def make_step_shape(
         gradients_on_ssd=plan.gradients_on_ssd,
         input_bytes=compute.input_bytes,
         kept_bytes=compute.kept_bytes,
+        speculative=plan.speculative,
     )
 
 
