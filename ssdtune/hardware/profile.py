@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ssdtune.hardware.figures import (
     TogetherProfile,
     decode,
 )
+from ssdtune.hardware.striped import StripedRates, measured_places, striped_rates
 
 SCHEMA_VERSION = 2
 
@@ -37,7 +38,8 @@ class Rates:
     """The figures that plans are made with; everything per second.
 
     Attributes:
-        read_bytes_per_s, write_bytes_per_s: Of all measured directories together, as long as it holds.
+        read_bytes_per_s, write_bytes_per_s: Of the directories together that states are dealt over, as long as
+            it holds.
         mixed_bytes_per_s: Sum of both directions while as much is read as written.
         adam_parameters_per_s: With the best form and number of threads.
         adam_with_io_parameters_per_s: While mixed I/O runs, which then reaches `io_with_adam_bytes_per_s`.
@@ -105,6 +107,7 @@ class HardwareProfile:
         *,
         parameters: int | None = None,
         tokens: float | None = None,
+        directories: Sequence[Path] | None = None,
     ) -> Rates:
         """Return the short form; 0 for what was not measured.
 
@@ -112,25 +115,28 @@ class HardwareProfile:
             digest: Take compute rates from this block (`BlockProfile.digest`) if it was measured.
             parameters: Of a block; otherwise take them from the block nearest in size, by default the largest.
             tokens: Of a micro-batch; between measured sizes rates are interpolated. By default the largest.
+            directories: Those that a run deals its states over; by default all that were measured.
+
+        Raises:
+            ConfigError: The drives of some of these directories were not measured.
         """
-        io, both = self.together, self.contention
+        io, both = self._striped(directories), self.contention
         fastest = max(self.adam, key=lambda point: point.parameters_per_s, default=None)
         adam = fastest.parameters_per_s if fastest else 0.0
         cores = int(self.machine.get("cores") or 1)
         # Alone and together were measured at another time than `adam` and `together`: only their ratio is used.
-        adam_share = (
-            both.adam_with_io_parameters_per_s / both.adam_parameters_per_s if both else 1.0
-        )
-        io_share = both.io_with_adam_bytes_per_s / both.io_bytes_per_s if both else 1.0
+        adam_share = io_share = 1.0
+        if both and both.adam_parameters_per_s and both.io_bytes_per_s:
+            adam_share = both.adam_with_io_parameters_per_s / both.adam_parameters_per_s
+            io_share = both.io_with_adam_bytes_per_s / both.io_bytes_per_s
         compute = self._compute(digest, parameters, tokens)
-        mixed = io.mixed_bytes_per_s if io else 0.0
         return Rates(
-            read_bytes_per_s=io.read_bytes_per_s if io else 0.0,
-            write_bytes_per_s=io.write_bytes_per_s if io else 0.0,
-            mixed_bytes_per_s=mixed,
+            read_bytes_per_s=io.read_bytes_per_s,
+            write_bytes_per_s=io.write_bytes_per_s,
+            mixed_bytes_per_s=io.mixed_bytes_per_s,
             adam_parameters_per_s=adam,
             adam_with_io_parameters_per_s=adam * min(adam_share, 1.0),
-            io_with_adam_bytes_per_s=mixed * min(io_share, 1.0),
+            io_with_adam_bytes_per_s=io.mixed_bytes_per_s * min(io_share, 1.0),
             memory_bytes_per_s=max((point.copy_bytes_per_s for point in self.memory), default=0.0),
             h2d_bytes_per_s=self._copy("h2d"),
             d2h_bytes_per_s=self._copy("d2h"),
@@ -139,6 +145,11 @@ class HardwareProfile:
             backward_flop_per_s={dtype: rates[1] for dtype, rates in compute.items()},
             adam_core_share=min(1.0, fastest.threads / cores) if fastest else 1.0,
         )
+
+    def _striped(self, directories: Sequence[Path] | None) -> StripedRates:
+        if directories is None or not self.directories:
+            return striped_rates([p for p in self.directories if not p.problem], self.together)
+        return striped_rates(measured_places(self.directories, directories), self.together)
 
     def _copy(self, direction: str) -> float | None:
         return next(

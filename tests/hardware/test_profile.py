@@ -194,10 +194,9 @@ def a_machine(profile: HardwareProfile) -> HardwareProfile:
         shape="x", digest="x", device="cuda:0", parameters=10, active_parameters=10, hidden_size=1,
         points=(replace(point, sequences=1, forward_s=9.0), point),
     )  # fmt: skip
-    assert profile.together is not None
     return replace(
         profile,
-        together=replace(profile.together, mixed_bytes_per_s=2.6e9),
+        directories=(replace(profile.directories[0], mixed_bytes_per_s=2.6e9),),
         adam=(replace(profile.adam[0], parameters_per_s=1e9),),
         memory=(replace(profile.memory[0], copy_bytes_per_s=64e9),),
         contention=Contention(

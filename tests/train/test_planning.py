@@ -76,10 +76,11 @@ def machine(*places: DirectoryProfile, **changes: Any) -> HardwareProfile:
     return replace(made, **changes)
 
 
-def place(path: str, free_bytes: int) -> DirectoryProfile:
+def place(path: str, free_bytes: int, rate: float = 1e9) -> DirectoryProfile:
     return DirectoryProfile(
-        path=path, file_system="ext4", device=f"/dev{path}", free_bytes=free_bytes
-    )
+        path=path, file_system="ext4", device=f"/dev{path}", free_bytes=free_bytes, read_bytes_per_s=rate,
+        write_bytes_per_s=rate / 2, mixed_bytes_per_s=0.65 * rate,
+    )  # fmt: skip
 
 
 def test_another_machine_gives_memory_dtype_and_directories(folder: Path) -> None:
@@ -146,7 +147,7 @@ def test_the_command_plans_for_the_machine_of_the_file(
     ("change", "message"),
     [
         ({"schema_version": 1}, "schema_version is 1"),
-        ({"together": None}, "no figures for drives"),
+        ({"directories": [place("/nvme/0", 10**12, rate=0).__dict__]}, "no figures for drives"),
         ({"adam": []}, "no figures for AdamW"),
         ({"blocks": []}, "no figures for compute in bf16"),
         ({"directories": []}, "no directory with measured drives"),

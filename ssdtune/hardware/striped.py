@@ -1,0 +1,97 @@
+"""What the drives give to a run whose states are dealt evenly over some directories, of which others may be measured too.
+
+Directories on the same drives count once. Every directory gets an equal share of each state, so the slowest file system
+sets the pace; and no run gets more than all of them reached at once, where they may share a link or a controller.
+`ssdtune.hardware.drives` measures, `ssdtune.store.layout` deals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdtune.errors import ConfigError
+from ssdtune.hardware.figures import DirectoryProfile, TogetherProfile
+from ssdtune.hardware.place import existing_parent
+
+
+@dataclass(frozen=True)
+class StripedRates:
+    """Bytes per second of all directories of a run together, as long as it holds; 0 if not measured."""
+
+    read_bytes_per_s: float = 0.0
+    write_bytes_per_s: float = 0.0
+    mixed_bytes_per_s: float = 0.0
+
+
+def striped_rates(
+    places: Sequence[DirectoryProfile], together: TogetherProfile | None
+) -> StripedRates:
+    """Return the rates of a run on these directories.
+
+    Args:
+        places: The directories of the run, as they were measured; none if only `together` is known.
+        together: What all measured directories reached at once.
+    """
+    if not places and together:
+        return StripedRates(
+            together.read_bytes_per_s, together.write_bytes_per_s, together.mixed_bytes_per_s
+        )
+    groups: dict[object, list[DirectoryProfile]] = {}
+    for place in places:
+        groups.setdefault(_drives(place), []).append(place)
+
+    def rate(name: str) -> float:
+        if not groups:
+            return 0.0
+        # A group has len(members) shares of len(places); other shares wait until its own are moved.
+        pace = min(
+            max(getattr(place, name) for place in members) * len(places) / len(members)
+            for members in groups.values()
+        )
+        most = getattr(together, name) if together and len(groups) > 1 else pace
+        return float(min(pace, most))
+
+    return StripedRates(
+        rate("read_bytes_per_s"), rate("write_bytes_per_s"), rate("mixed_bytes_per_s")
+    )
+
+
+def measured_places(
+    known: Sequence[DirectoryProfile], wanted: Sequence[Path]
+) -> list[DirectoryProfile]:
+    """Return for each directory of a run the measured one that has its path, or else lies on its file system.
+
+    Args:
+        known: Directories of a profile.
+        wanted: Directories of a run; those that do not exist yet stand for their nearest parent.
+
+    Raises:
+        ConfigError: The drives of some were not measured.
+    """
+    measured = [place for place in known if not place.problem]
+    by_path = {Path(place.path): place for place in measured}
+    by_device = {_device_number(Path(place.path)): place for place in reversed(measured)}
+    found = [by_path.get(path) or by_device.get(_device_number(path)) for path in wanted]
+    missing = [str(path) for path, place in zip(wanted, found, strict=True) if place is None]
+    if missing:
+        problems = {place.path: place.problem for place in known if place.problem}
+        reasons = "; ".join(f"{path}: {problem}" for path, problem in problems.items())
+        raise ConfigError(
+            f"the drives of {', '.join(missing)} were not measured, only those of "
+            f"{', '.join(place.path for place in measured) or 'no directory'}"
+            f"{f' ({reasons})' if reasons else ''}. Measure all directories of the run together: "
+            f"ssdtune profile {' '.join(str(path) for path in wanted)}"
+        )
+    return [place for place in found if place is not None]
+
+
+def _drives(place: DirectoryProfile) -> object:
+    """Return what two directories have in common if they lie on the same drives."""
+    names = frozenset(drive.name for drive in place.drives)
+    return names or (place.device if place.device.startswith("/") else place.path)
+
+
+def _device_number(path: Path) -> int:
+    return existing_parent(path).stat().st_dev
