@@ -120,12 +120,12 @@ class StepShape:
     kept: frozenset[str] = frozenset()
     swapped: frozenset[str] = frozenset()
     deferred: frozenset[str] = frozenset()
+    speculative: frozenset[str] = frozenset()
     pending: bool = False
+    settled: frozenset[str] = frozenset()
     gradients_on_ssd: frozenset[str] = frozenset()
     input_bytes: int = 0
-    speculative: frozenset[str] = frozenset()
     kept_bytes: int = 0
-    settled: frozenset[str] = frozenset()
 
     def moves(self, block: str) -> bool:
         """Say whether a block's input, or its activations, go to SSD."""
@@ -134,13 +134,13 @@ class StepShape:
         )
 
     @property
-    def trained(self) -> frozenset[str]:
-        """Stages that have trained weights."""
-    @property
     def owed(self) -> frozenset[str]:
         """Stages that the previous step did not update, if it left anything `pending`."""
         return self.deferred - self.settled
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """Stages that have trained weights."""
         return frozenset(name for name, stage in self.stages.items() if stage.pieces)
 
     @property
@@ -202,10 +202,10 @@ class _Updates:
         gradient_slot: str,
         readable: Iterable[int | None] = (),
         complete: int | None = None,
+        speculative: bool = False,
     ) -> tuple[list[int], list[int]]:
         """Emit a stage's update.
 
-        speculative: bool = False,
         Args:
             slot: Where its weights lie, or are brought `with_weights`.
             gradient_slot: Where its gradient lies; "" if on SSD.
@@ -394,6 +394,8 @@ class _Gradients:
                     Lane.SSD_WRITE, Kind.SAVE_GRADIENT, stage, after=over, slot=slot, num_bytes=size
                 )
             ]
+        if stage in shape.speculative:
+            over = [*over, *self.weights.update(stage, slot, done, speculative=True)]
         self.released[slot] = over
 
     def finish(self) -> None:
@@ -403,8 +405,6 @@ class _Gradients:
 
 def gradient_slot(shape: StepShape, stage: str) -> str:
     """Return the slot in which a stage's gradient waits for the next step; "" if it doesn't wait in memory."""
-        if stage in shape.speculative:
-            over = [*over, *self.weights.update(stage, slot, done, speculative=True)]
     return stage if stage in shape.deferred - shape.gradients_on_ssd else ""
 
 

@@ -135,6 +135,8 @@ class MemoryPlan:
         resident: Parts that stay in memory with their states.
         deferred: Stages that are updated at the beginning of the next step: all if gradients are clipped.
         gradients_on_ssd: Deferred stages whose gradient waits on SSD; the others' wait in memory.
+        speculative: Deferred stages that are updated at once all the same, beside their live version, as if nothing
+            were clipped.
         kept: Blocks that keep all that their backward pass needs; `swapped` ones let it go to SSD and back; the
             others are run again from their input.
         block_slots: Weight slots for blocks; `gradient_slots` those for gradients that don't wait in memory.
@@ -142,8 +144,6 @@ class MemoryPlan:
         inputs_stay: Block inputs stay in memory all the same; the slots are for activations.
         chunk_slots: Slots for pieces of optimizer states of `chunk_bytes` for an fp32 state.
         breakdown: Host bytes by purpose.
-        speculative: Deferred stages that are updated at once all the same, beside their live version, as if nothing
-            were clipped.
     """
 
     resident: frozenset[str]
@@ -151,6 +151,7 @@ class MemoryPlan:
     gradients_on_ssd: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     swapped: frozenset[str] = frozenset()
+    speculative: frozenset[str] = frozenset()
     block_slots: int = 3
     gradient_slots: int = 2
     input_slots: int = 0
@@ -161,7 +162,6 @@ class MemoryPlan:
     breakdown: dict[str, int] = field(default_factory=dict, hash=False)
 
     @property
-    speculative: frozenset[str] = frozenset()
     def host_bytes(self) -> int:
         """Planned peak of host memory."""
         return sum(self.breakdown.values())
@@ -202,6 +202,8 @@ class Proportions:
         deferred_stages: Without clipping, so many stages, the first ones of a step, are updated in the next step.
         inputs_on_ssd: Block inputs go to SSD though they would find room.
         chunk_bytes: Where the limits leave it open.
+        speculative: With clipping, stages whose states are on SSD are updated before it is known whether gradients are
+            clipped, and again if they are.
     """
 
     kept_blocks: int | None = None
@@ -212,6 +214,7 @@ class Proportions:
     deferred_stages: int = 0
     inputs_on_ssd: bool = False
     chunk_bytes: int = CHUNK_BYTES
+    speculative: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,8 +225,6 @@ class MemoryLimits:
         base_bytes: Resident memory of the process before any buffer (interpreter, torch, tokenized rows).
         budget_bytes: The most the whole process may take.
         cache_bytes: Limit for resident parts, and 0 also sends gradients and block inputs to SSD and keeps no
-        speculative: With clipping, stages whose states are on SSD are updated before it is known whether gradients are
-            clipped, and again if they are.
             activations; None for what is left.
         chunk_bytes: Bytes of an fp32 state that the optimizer works on at once; None leaves it open.
         clipping: Gradients must wait for the global norm.
@@ -234,7 +235,6 @@ class MemoryLimits:
     base_bytes: int
     budget_bytes: int
     cache_bytes: int | None = None
-    speculative: bool = False
     chunk_bytes: int | None = None
     clipping: bool = True
     activations: str = "auto"

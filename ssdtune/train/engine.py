@@ -468,8 +468,6 @@ class Engine:
 
     # Other lanes
 
-    def _collect(self, stage: str, slot: str) -> None:
-        state = self._state
     def _update(self, operation: Operation) -> None:
         stage, update = operation.stage, self._state.update
         if stage in self.shape.deferred and not operation.speculative:
@@ -487,6 +485,8 @@ class Engine:
                 raise
             self._state.wrong = self._state.wrong or error
 
+    def _collect(self, stage: str, slot: str) -> None:
+        state = self._state
         total = 0.0
         for part in self.blocks.layout.stages[stage].parts:
             if part.trained:
@@ -544,10 +544,10 @@ def make_step_shape(
         chunk_slots=plan.chunk_slots,
         kept=plan.kept,
         deferred=plan.deferred,
+        speculative=plan.speculative,
         gradients_on_ssd=plan.gradients_on_ssd,
         input_bytes=compute.input_bytes,
         kept_bytes=compute.kept_bytes,
-        speculative=plan.speculative,
     )
 
 

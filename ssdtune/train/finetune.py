@@ -54,8 +54,8 @@ from ssdtune.train.lanes import Lanes
 from ssdtune.train.output import hold_output
 from ssdtune.train.prepare import Prepared, config_with, prepare, summary_lines
 from ssdtune.train.signals import StopSignals
-from ssdtune.train.trainer import History, Trainer
 from ssdtune.train.speculation import Speculation
+from ssdtune.train.trainer import History, Trainer
 from ssdtune.train.verify import reference_losses, verify
 from ssdtune.units import format_disk, format_memory, format_time
 
@@ -388,8 +388,8 @@ class _Run:
                 prepared.precision,
             ),
             seed=training.seed, max_grad_norm=training.max_grad_norm,
-        )  # fmt: skip
             speculation=Speculation(always=training.clipping == "speculative"),
+        )  # fmt: skip
         return swap, adam, engine
 
     def _train(
