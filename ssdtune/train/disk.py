@@ -104,7 +104,7 @@ def plan_disk(
         directories = [Path(place.path) for place in places]
         drives = [drive for place in places for drive in place.drives]
     else:
-        directories = resolve_directories(config.io.swap_dirs or [str(output_dir / "swap")])
+        directories = swap_directories(config, output_dir)
         drives = [drive for path in directories for drive in drives_of(existing_parent(path))]
     shape = _run_shape(prepared, resumed)
     copies = 1 + shape.checkpoints_kept + shape.speculates
@@ -121,6 +121,24 @@ def plan_disk(
         wear_budget_bytes=_terabytes(config.io.wear_budget_terabytes),
     )
     return DiskPlan(units, directories, copies, layout, needs, figures, tuple(places))
+
+
+def swap_directories(config: Config, output_dir: Path | None = None) -> list[Path]:
+    """Return the absolute directories over which a run deals its states.
+
+    Args:
+        output_dir: Holds the default one; that of the settings if it is not given.
+
+    Raises:
+        ConfigError: A name cannot be a directory.
+    """
+    folder = output_dir or output_folder(config)
+    return resolve_directories(config.io.swap_dirs or [str(folder / "swap")])
+
+
+def output_folder(config: Config) -> Path:
+    """Return the absolute output folder; the current one if none is named."""
+    return Path(config.training.output_dir or ".").expanduser().absolute()
 
 
 def _rating(config: Config, drives: Sequence[DriveFacts], num_directories: int) -> Rating:
