@@ -27,6 +27,7 @@ class Work:
         requests: Transfers of whole states or matrices that this takes, each with its fixed cost.
         h2d_bytes, d2h_bytes: Between host and device.
         flop: On the device.
+        compute_s: Seconds that this takes, where they were measured; then `flop` is 0.
         dram_bytes: Moved in host memory besides the above, each of which counts once there too.
         copied_bytes: Read and written by the device in between computing: gradients added up, norms taken.
         adam_elements: Elements updated by the optimizer on the CPU.
@@ -39,6 +40,7 @@ class Work:
     h2d_bytes: float = 0
     d2h_bytes: float = 0
     flop: float = 0
+    compute_s: float = 0
     dram_bytes: float = 0
     copied_bytes: float = 0
     adam_elements: float = 0
@@ -128,7 +130,10 @@ class Hardware:
     def cost(self, work: Work) -> Cost:
         """Return what an operation costs on this machine."""
         moved = work.read_bytes + work.write_bytes + work.h2d_bytes + work.d2h_bytes
-        compute, adam = self.compute_s(work.flop), work.adam_elements / self.adam_elements_per_s
+        compute, adam = (
+            work.compute_s + self.compute_s(work.flop),
+            work.adam_elements / self.adam_elements_per_s,
+        )
         if self.computes_on_cpu:
             compute += work.copied_bytes / self.dram_bytes_per_s
         ssd = self.ssd_s(work.read_bytes, work.write_bytes, work.requests)

@@ -24,6 +24,7 @@ from ssdtune.plan.generate import (
 )
 from ssdtune.plan.hardware import Work
 from ssdtune.plan.schedule import Kind, Operation, Schedule
+from ssdtune.plan.times import ComputeTimes
 
 ADAM_DRAM_BYTES = 28
 """Host memory traffic of AdamW per element: master and moments in and out (24), gradient in (4)."""
@@ -37,6 +38,7 @@ AMOUNTS = (
     "h2d_bytes",
     "d2h_bytes",
     "flop",
+    "compute_s",
     "dram_bytes",
     "copied_bytes",
     "adam_elements",
@@ -132,10 +134,15 @@ class TrainingShape:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A model in training: what its pieces cost."""
+    """A model in training: what its pieces cost.
+
+    Attributes:
+        times: Seconds of computing, where they were measured; else it is counted in FLOP.
+    """
 
     model: ModelShape
     training: TrainingShape
+    times: ComputeTimes | None = None
 
     @property
     def input_bytes(self) -> float:
@@ -317,9 +324,19 @@ def work_of(
             op.with_weights, op.input_slot == "", op.gradient_slot == "",
         )  # fmt: skip
         if key not in known:
-            known[key] = _work(op, shape, ledger, requests_per_state)
+            known[key] = _timed(_work(op, shape, ledger, requests_per_state), op, shape, ledger)
         found.append(known[key])
     return found
+
+
+def _timed(work: Work, operation: Operation, shape: StepShape, ledger: Ledger) -> Work:
+    """Return the work of computing as measured seconds instead of FLOP and bytes, where there are any."""
+    seconds = ledger.times.of(operation) if ledger.times else None
+    if seconds is None:
+        return work
+    # What leaves for SSD is copied besides.
+    leaves = 2 * shape.kept_bytes if operation.kept and operation.input_slot else 0
+    return replace(work, flop=0, compute_s=seconds, copied_bytes=leaves)
 
 
 def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: float) -> Work:

@@ -14,8 +14,11 @@ from ssdtune.config.schema import Config
 from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.blocks import digest_of
 from ssdtune.hardware.profile import HardwareProfile, Rates
+from ssdtune.hardware.striped import measured_places
 from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan
 from ssdtune.plan.search import LEAST_GAIN, Found, search
+from ssdtune.plan.times import ComputeTimes
+from ssdtune.train.disk import swap_directories
 from ssdtune.train.forecast import Forecast, Forecaster, model_shape, training_shape
 from ssdtune.train.prepare import (
     Prepared,
@@ -24,6 +27,7 @@ from ssdtune.train.prepare import (
 )
 
 StepTime = Callable[[MemoryPlan], float]
+TimesOf = Callable[[Prepared, HardwareProfile], ComputeTimes | None]
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,19 @@ class Chosen:
         }
 
 
-def choose(prepared: Prepared, profile: HardwareProfile) -> Chosen:
+def choose(
+    prepared: Prepared, profile: HardwareProfile, *, times_of: TimesOf | None = None
+) -> Chosen:
     """Find the fastest plan for a prepared run.
+
+    Args:
+        times_of: Says how long computing takes (`ssdtune.train.rehearsed`); else the profile's blocks do.
 
     Raises:
         ConfigError: The profile lacks a rate that is needed.
     """
-    prepared = _divide(prepared, profile)
-    forecaster = Forecaster(prepared, rates_for(prepared, profile))
+    prepared = _divide(prepared, profile, times_of)
+    forecaster = _forecaster(prepared, profile, times_of)
     usual = usual_proportions(prepared.config)
     found = search(
         prepared.parts, prepared.compute, prepared.limits, forecaster.step_s, usual=usual
@@ -96,7 +105,11 @@ def tuned(config: Config, profile: HardwareProfile | None) -> Config:
     """Return settings in which what was left open is what the profile found best."""
     if profile is None:
         return config
-    io, places = config.io, [place for place in profile.directories if place.queue_depth]
+    try:
+        found = measured_places(profile.directories, swap_directories(config))
+    except ConfigError:  # the drives of some directories were not measured
+        found = []
+    io, places = config.io, [place for place in found if place.queue_depth]
     if places:
         place = max(places, key=lambda place: place.mixed_bytes_per_s)
         io = replace(
@@ -112,17 +125,24 @@ def tuned(config: Config, profile: HardwareProfile | None) -> Config:
     return replace(config, io=io)
 
 
-def _divide(prepared: Prepared, profile: HardwareProfile) -> Prepared:
+def _divide(prepared: Prepared, profile: HardwareProfile, times_of: TimesOf | None) -> Prepared:
     """Return the run with its step divided into the fastest micro-batches, where that is left to us."""
     best, best_s = prepared, 0.0
     for size in prepared.sizes:
         other = prepared if size == _size(prepared) else with_micro_batches(prepared, size)
         if other is None:
             continue
-        step_s = Forecaster(other, rates_for(other, profile)).step_s(other.memory)
+        step_s = _forecaster(other, profile, times_of).step_s(other.memory)
         if not best_s or step_s < best_s * (1 - LEAST_GAIN):
             best, best_s = other, step_s
     return best
+
+
+def _forecaster(
+    prepared: Prepared, profile: HardwareProfile, times_of: TimesOf | None
+) -> Forecaster:
+    times = times_of(prepared, profile) if times_of else None
+    return Forecaster(prepared, rates_for(prepared, profile), times)
 
 
 def _size(prepared: Prepared) -> int:
@@ -130,7 +150,11 @@ def _size(prepared: Prepared) -> int:
 
 
 def rates_for(prepared: Prepared, profile: HardwareProfile) -> Rates:
-    """Return the rates at which a run's blocks are computed: those of the nearest block that was measured."""
+    """Return the rates of a run: of the nearest block that was measured, and of the directories that it uses.
+
+    Raises:
+        ConfigError: The drives of some of its directories were not measured.
+    """
     model = prepared.config.model.model_name_or_path
     try:
         digest = digest_of(model)[0]
@@ -141,6 +165,7 @@ def rates_for(prepared: Prepared, profile: HardwareProfile) -> Rates:
         digest,
         parameters=model_shape(prepared).block_parameters,
         tokens=training.tokens / training.micro_batches,
+        directories=swap_directories(prepared.config),
     )
 
 

@@ -53,6 +53,7 @@ from ssdtune.train.forecast import Forecast
 from ssdtune.train.lanes import Lanes
 from ssdtune.train.output import hold_output
 from ssdtune.train.prepare import Prepared, config_with, prepare, summary_lines
+from ssdtune.train.rehearsed import times_of
 from ssdtune.train.signals import StopSignals
 from ssdtune.train.speculation import Speculation
 from ssdtune.train.trainer import History, Trainer
@@ -180,7 +181,7 @@ def _choose(prepared: Prepared, profile: HardwareProfile | None) -> Chosen | Non
         logger.info("no forecast: this machine was not measured (ssdtune profile DIR)")
         return None
     try:
-        return choose(prepared, profile)
+        return choose(prepared, profile, times_of=times_of)
     except ConfigError as error:
         logger.warning("no forecast: %s", error)
         return None

@@ -27,6 +27,7 @@ from ssdtune.plan.ledger import Ledger, ModelShape, TrainingShape, work_of
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.plan.schedule import Schedule
 from ssdtune.plan.simulator import Simulation, simulate
+from ssdtune.plan.times import ComputeTimes
 from ssdtune.report.timeline import Bar, draw
 from ssdtune.swap.update import pieces_of_part
 from ssdtune.train.engine import make_step_shape, stage_shape
@@ -80,28 +81,23 @@ class Forecast:
         )
 
 
-def forecast(prepared: Prepared, rates: Rates) -> Forecast:
-    """Simulate one step of a prepared run.
-
-    Raises:
-        ConfigError: The profile lacks a rate that is needed.
-    """
-    return Forecaster(prepared, rates).forecast(prepared.memory)
-
-
 class Forecaster:
     """Simulates steps of a prepared run under different memory plans.
 
+    Args:
+        times: Of computing, if this machine measured them for this run; else they are counted from FLOP.
+
     Raises:
         ConfigError: The profile lacks a rate that is needed.
     """
 
-    def __init__(self, prepared: Prepared, rates: Rates) -> None:
+    def __init__(self, prepared: Prepared, rates: Rates, times: ComputeTimes | None = None) -> None:
         self._prepared = prepared
         self.hardware = hardware_of(prepared, rates)
         training, name = training_shape(prepared), dtype_name(prepared.dtype)
         slowness = rates.forward_flop_per_s[name] / rates.backward_flop_per_s[name]
-        self.ledger = Ledger(model_shape(prepared), replace(training, backward_slowness=slowness))
+        training = replace(training, backward_slowness=slowness)
+        self.ledger = Ledger(model_shape(prepared), training, times)
         self._stages: dict[tuple[object, ...], StageShape] = {}
 
     def step_s(

@@ -20,6 +20,7 @@ from ssdtune.train.choose import Chosen, choose
 from ssdtune.train.disk import plan_disk
 from ssdtune.train.forecast import Forecast
 from ssdtune.train.prepare import Prepared, prepare, summary_lines
+from ssdtune.train.rehearsed import times_of
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def plan(
         prepared = _prepare(config, there)
     except CapacityError as error:
         return RunPlan((str(error),), tuple(summary))
-    chosen = choose(prepared, hardware) if hardware else None
+    times = times_of if not other_machine else None
+    chosen = choose(prepared, hardware, times_of=times) if hardware else None
     prepared = chosen.prepared if chosen else prepared
     places = elsewhere.swap_places(there, config.io.swap_dirs) if there else ()
     disk = plan_disk(prepared, output_folder(config), places=places)

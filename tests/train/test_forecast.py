@@ -13,7 +13,7 @@ from ssdtune.config.load import load_config
 from ssdtune.errors import ConfigError
 from ssdtune.hardware.profile import Rates
 from ssdtune.train.disk import plan_disk
-from ssdtune.train.forecast import forecast
+from ssdtune.train.forecast import Forecaster
 from ssdtune.train.prepare import Prepared, prepare
 from tests.toy import make_checkpoint, make_rows
 
@@ -47,7 +47,7 @@ def test_a_step_takes_at_least_what_each_part_of_the_machine_needs(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     prepared = _prepared(tmp_path, **changes)
-    result = forecast(prepared, RATES)
+    result = Forecaster(prepared, RATES).forecast(prepared.memory)
     assert result.step_s >= max(result.resource_s.values()) > 0
     assert result.step_s >= max(result.lane_s.values())
     assert result.run_s == pytest.approx(result.step_s * prepared.rows.total_steps)
@@ -60,7 +60,8 @@ def test_bytes_of_the_simulated_step_are_those_of_the_estimate(tmp_path: Path) -
     """With endless compute and memory the drives' time is that of the bytes that the disk plan counts."""
     prepared = _prepared(tmp_path)
     traffic = plan_disk(prepared, tmp_path / "out").estimate.traffic
-    result = forecast(prepared, replace(RATES, memory_bytes_per_s=1e15, adam_parameters_per_s=1e15))
+    fast = replace(RATES, memory_bytes_per_s=1e15, adam_parameters_per_s=1e15)
+    result = Forecaster(prepared, fast).forecast(prepared.memory)
     needed = traffic.read_bytes / 2e9 + traffic.written_bytes / 1e9
     # The plan counts padding, and reads that slots save.
     assert result.resource_s["ssd"] == pytest.approx(needed, rel=0.2)
@@ -68,7 +69,7 @@ def test_bytes_of_the_simulated_step_are_those_of_the_estimate(tmp_path: Path) -
 
 def test_faster_parts_never_make_it_slower(tmp_path: Path) -> None:
     prepared = _prepared(tmp_path)
-    slow = forecast(prepared, RATES).step_s
+    slow = Forecaster(prepared, RATES).forecast(prepared.memory).step_s
     for name in (
         "read_bytes_per_s",
         "write_bytes_per_s",
@@ -78,13 +79,13 @@ def test_faster_parts_never_make_it_slower(tmp_path: Path) -> None:
         faster = replace(RATES, **{name: 4 * getattr(RATES, name)})
         # States that are ready to be written sooner take drives from reads that are waited for sooner; in a model of
         # three blocks this shows.
-        assert forecast(prepared, faster).step_s <= slow * 1.06, name
+        assert Forecaster(prepared, faster).forecast(prepared.memory).step_s <= slow * 1.06, name
 
 
 def test_missing_rates_are_named(tmp_path: Path) -> None:
     rates = replace(RATES, forward_flop_per_s={}, adam_parameters_per_s=0.0)
     with pytest.raises(ConfigError, match=r"no figures for compute in fp32, AdamW\. Measure again"):
-        forecast(_prepared(tmp_path), rates)
+        Forecaster(_prepared(tmp_path), rates)
 
 
 def test_the_command_uses_a_profile_of_any_machine(
@@ -135,7 +136,7 @@ def test_pictures_of_the_simulated_and_of_the_measured_step(tmp_path: Path) -> N
     from ssdtune.train.finetune import finetune
 
     prepared = _prepared(tmp_path, max_steps=2, save_steps=0, verify=False)
-    simulated = forecast(prepared, RATES).picture()
+    simulated = Forecaster(prepared, RATES).forecast(prepared.memory).picture()
     finetune(prepared.config, quiet=True)
     measured = (tmp_path / "out" / "timeline.svg").read_text()
     for picture in (simulated, measured):

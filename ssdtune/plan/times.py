@@ -1,0 +1,50 @@
+"""Seconds that computing takes, by kind of operation: measured on a machine, used by the ledger instead of FLOP.
+
+`ssdtune.train.rehearse` measures them; `ssdtune.plan.ledger` prices schedules with them. Plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ssdtune.plan.schedule import Kind, Operation
+
+COMPUTING = (Kind.ENTRY_FORWARD, Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.ENTRY_BACKWARD)
+
+
+@dataclass(frozen=True)
+class ComputeTimes:
+    """Seconds of one operation on one micro-batch, with the machine to itself.
+
+    Attributes:
+        seconds: By `key`: kind of operation, whether the block keeps its activations, and whether a gradient is
+            added to that of an earlier micro-batch.
+    """
+
+    seconds: Mapping[str, float]
+
+    def of(self, operation: Operation) -> float | None:
+        """Return the seconds of an operation; None if it isn't computing, or such a one was not measured."""
+        if operation.kind not in COMPUTING:
+            return None
+        first = key(operation.kind, kept=operation.kept, later=False)
+        later = key(operation.kind, kept=operation.kept, later=True)
+        return self.seconds.get(
+            later if operation.micro_batch > 0 else first, self.seconds.get(first)
+        )
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of each kind once: what one block and both ends of the model take."""
+        return sum(self.seconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return dict(self.seconds)
+
+
+def key(kind: Kind, *, kept: bool, later: bool) -> str:
+    """Return the name under which the seconds of such operations are kept."""
+    return kind.value + ("+kept" if kept else "") + ("+added" if later else "")

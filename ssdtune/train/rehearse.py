@@ -1,0 +1,240 @@
+"""A rehearsal: the engine runs steps of a few blocks, all in memory, to see how long computing takes here.
+
+What a step computes depends on much that no count of FLOP knows: kernels, masks, softmax of a large vocabulary, low-rank
+products, conversions, caches. So the run's own code is timed, on the run's own shapes: `Engine` with its swap manager,
+whose slots hold random numbers and are never filled from a drive. Operations run one after the other; what they slow
+each other down by is `ssdtune.plan.simulator`'s business. Nothing is written, and nothing about results depends on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import mean, median
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from ssdtune.data.batches import Batch
+from ssdtune.device.base import Device
+from ssdtune.hardware.stream import Clock
+from ssdtune.io.buffers import BufferPool
+from ssdtune.optim.adamw import join_master, split_master
+from ssdtune.plan.generate import Piece, StageShape, StepShape
+from ssdtune.plan.schedule import Kind, Operation, Schedule
+from ssdtune.plan.times import COMPUTING, ComputeTimes, key
+from ssdtune.swap.manager import SwapManager
+from ssdtune.train.engine import Engine
+from ssdtune.train.lanes import Lanes, Span
+from ssdtune.train.prepare import Prepared
+from ssdtune.units import MIB
+
+SECONDS = 6.0
+"""For all steps of a rehearsal, besides the first."""
+MOST_STEPS = 5
+"""Of each kind, besides the first."""
+MOST_BLOCKS = 4
+LOOKED_AT = 32
+"""Steps of a run whose rows say how large a micro-batch is."""
+
+
+def rehearse(
+    prepared: Prepared,
+    *,
+    flop_per_s: float,
+    seconds: float = SECONDS,
+    clock: Clock = time.perf_counter,
+) -> ComputeTimes:
+    """Measure what one micro-batch of a prepared run takes, by kind of operation.
+
+    The memory that it takes is less than the run's: the slots of its plan with everything streamed.
+
+    Args:
+        flop_per_s: About what the device reaches; a micro-batch that would take too long is cut, and times are
+            scaled by its tokens.
+    """
+    batch, scale = _batch(prepared, seconds / 2 * flop_per_s)
+    samples: dict[str, list[float]] = {}
+    with _stage(prepared) as (swap, modes):
+        start = clock()
+        for number in range(1 + MOST_STEPS):
+            for shape in modes:
+                spans = _step(prepared, swap, shape, batch, clock)
+                _sort(spans, shape.num_blocks, samples)
+            if number == 0 and clock() - start < 4 * seconds:  # kernels were loaded
+                samples.clear()
+                start = clock()
+            elif clock() - start > seconds:
+                break
+    return ComputeTimes({name: median(values) * scale for name, values in samples.items()})
+
+
+def _step(
+    prepared: Prepared, swap: SwapManager, shape: StepShape, batch: Batch, clock: Clock
+) -> list[Span]:
+    lanes = cast(Lanes, _OneAfterTheOther(prepared.device, clock))
+    engine = Engine(
+        prepared.blocks, swap, cast(Any, _NoUpdates()), prepared.device, lanes, shape,
+        seed=prepared.config.training.seed, max_grad_norm=0.0,
+    )  # fmt: skip
+    return engine.train_step([batch] * shape.num_micro_batches, 0, 0.0).spans
+
+
+def _sort(spans: list[Span], num_blocks: int, samples: dict[str, list[float]]) -> None:
+    for span in spans:
+        op = span.operation
+        # Gradients need not go on below the first block.
+        lowest = op.kind == Kind.BACKWARD and op.stage == "block.0" and num_blocks > 1
+        if op.kind in COMPUTING and not lowest:
+            name = key(op.kind, kept=op.kept, later=op.micro_batch > 0)
+            samples.setdefault(name, []).append(span.end_s - span.start_s)
+
+
+@dataclass
+class _OneAfterTheOther:
+    """Stands for `Lanes`: each operation begins when the device has done all before it."""
+
+    device: Device
+    clock: Clock
+
+    def run(self, schedule: Schedule, execute: Callable[[Operation], None]) -> list[Span]:
+        spans, begin = [], self.clock()
+        for operation in schedule.operations:
+            start = self.clock()
+            execute(operation)
+            self.device.record().wait()
+            spans.append(Span(operation, start - begin, self.clock() - begin))
+        return spans
+
+
+class _NoUpdates:
+    """Stands for the optimizer: nothing is updated."""
+
+    def keep_speculated(self) -> None:
+        pass
+
+
+class _Filled(SwapManager):
+    """A swap manager whose slots hold random numbers, whatever is loaded."""
+
+    def fill(self) -> None:
+        # Pairs of small bf16 numbers are small fp32 numbers.
+        tile = torch.randn(MIB // 2).mul_(0.05).bfloat16().view(torch.uint8)
+        for slot in self._weights.values():
+            for piece in slot.host.split(MIB):
+                piece.copy_(tile[: len(piece)])
+
+    def load(self, stage_name: str, slot_name: str, *, with_trained: bool = True) -> None:
+        pass
+
+    def save_gradient(self, stage_name: str, slot_name: str) -> None:
+        pass
+
+
+@contextmanager
+def _stage(prepared: Prepared) -> Iterator[tuple[SwapManager, list[StepShape]]]:
+    """Yield the swap manager, and the shapes of steps whose blocks are run again, or keep their activations."""
+    layout, compute = prepared.layout, prepared.compute
+    trained = frozenset(part.stage for part in layout.trained_parts)
+    plan = replace(
+        prepared.memory, resident=frozenset(), deferred=trained, gradients_on_ssd=trained,
+        kept=frozenset(), swapped=frozenset(), input_slots=0,
+    )  # fmt: skip
+    blocks = min(MOST_BLOCKS, layout.num_blocks)
+    shape = StepShape(
+        num_blocks=blocks,
+        num_micro_batches=min(2, compute.num_micro_batches),
+        tied="head" not in layout.stages,
+        stages={
+            name: StageShape(pieces=(Piece(numel=1),) if name in trained else ())
+            for name in layout.stages
+        },
+        block_slots=plan.block_slots,
+        gradient_slots=plan.gradient_slots,
+        deferred=trained,
+        gradients_on_ssd=trained,
+    )
+    recompute = prepared.config.memory.recompute
+    modes = [] if recompute == "never" else [shape]
+    room = prepared.limits.budget_bytes - prepared.memory.breakdown["process"]
+    room = room // 4 // max(1, shape.num_micro_batches * compute.kept_bytes)
+    if recompute == "never" or (recompute == "auto" and _may_keep(prepared) and room):
+        some = frozenset(f"block.{n}" for n in range(min(blocks, max(room, 1))))
+        modes.append(replace(shape, num_blocks=len(some), kept=some))
+    pool = BufferPool()
+    swap = _Filled(
+        layout, plan, source=cast(Any, None), initial={}, split=split_master, join=join_master,
+        store=cast(Any, None), device=prepared.device, pool=pool, compute=compute,
+        precision=prepared.precision,
+    )  # fmt: skip
+    try:
+        swap.fill()
+        yield swap, modes
+    finally:
+        swap.free_slots()
+        pool.trim()
+
+
+def _may_keep(prepared: Prepared) -> bool:
+    """Say whether a plan of this run may let blocks keep their activations."""
+    return prepared.config.memory.host_cache != 0
+
+
+def micro_batch_shape(prepared: Prepared) -> tuple[int, int, int, bool]:
+    """Return what the times depend on: rows and length of a typical micro-batch, its mean tokens, and its padding."""
+    batch, tokens = _typical(prepared)
+    return *batch.input_ids.shape, round(tokens), bool(batch.attention_mask.all())
+
+
+def _batch(prepared: Prepared, most_flop: float) -> tuple[Batch, float]:
+    """Return a micro-batch to run, and by what its times are multiplied to get those of a mean one."""
+    batch, tokens = _typical(prepared)
+    parameters = _parameters(prepared)
+    most = max(1, int(most_flop / (2 * parameters * 5)))  # twice forward, and backward
+    rows, length = batch.input_ids.shape
+    if rows * length > most:
+        rows = max(1, most // length)
+        length = min(length, max(most, 16))
+        batch = _cut(batch, rows, length)
+    return batch, tokens / (rows * length)
+
+
+def _parameters(prepared: Prepared) -> int:
+    stages = list(prepared.layout.stages.items())
+    sizes = {name: sum(s.numel for p in stage.parts for s in p.tensors) for name, stage in stages}
+    ends = sizes.get("head", sizes["embed"])
+    return ends + min(MOST_BLOCKS, prepared.layout.num_blocks) * sizes["block.0"]
+
+
+def _typical(prepared: Prepared) -> tuple[Batch, float]:
+    """Return a micro-batch of the run of middling size, and the mean number of tokens, padding included."""
+    rows = prepared.rows
+    if rows is None:
+        batch = _made_up(prepared)
+        return batch, batch.input_ids.size
+    steps = range(min(LOOKED_AT, rows.total_steps))
+    batches = [batch for step in steps for batch in rows.plan.step_batches(step)]
+    tokens = mean(batch.input_ids.size for batch in batches)
+    return min(batches, key=lambda batch: abs(batch.input_ids.size - tokens)), tokens
+
+
+def _made_up(prepared: Prepared) -> Batch:
+    size = (prepared.config.training.per_device_train_batch_size, prepared.max_length)
+    vocabulary = prepared.built.model.config.get_text_config().vocab_size
+    ids = np.random.default_rng(0).integers(0, vocabulary, size)
+    labels = ids.copy()
+    labels[:, 0] = -100
+    return Batch(ids, np.ones_like(ids), labels, list(range(size[0])))
+
+
+def _cut(batch: Batch, rows: int, length: int) -> Batch:
+    where = (slice(0, rows), slice(0, length))
+    optional = (batch.position_ids, batch.segment_ids)
+    positions, segments = (None if array is None else array[where] for array in optional)
+    return Batch(
+        batch.input_ids[where], batch.attention_mask[where], batch.labels[where], batch.rows[:rows],
+        positions, segments,
+    )  # fmt: skip
