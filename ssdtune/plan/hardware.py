@@ -130,10 +130,8 @@ class Hardware:
     def cost(self, work: Work) -> Cost:
         """Return what an operation costs on this machine."""
         moved = work.read_bytes + work.write_bytes + work.h2d_bytes + work.d2h_bytes
-        compute, adam = (
-            work.compute_s + self.compute_s(work.flop),
-            work.adam_elements / self.adam_elements_per_s,
-        )
+        compute = work.compute_s + self.compute_s(work.flop)
+        adam = work.adam_elements / self.adam_elements_per_s
         if self.computes_on_cpu:
             compute += work.copied_bytes / self.dram_bytes_per_s
         ssd = self.ssd_s(work.read_bytes, work.write_bytes, work.requests)
