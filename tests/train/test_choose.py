@@ -193,13 +193,29 @@ def test_only_what_was_left_open_is_filled_in(config: Any) -> None:
         for form, threads, rate in (("numpy", 8, 9e9), ("avx2", 1, 1e9), ("avx2", 3, 2e9))
     )
     profile = machine(directories=(failed, slower, place), adam=adam)
-    io = tuned(config(), profile).io
+    io = tuned(config(swap_dirs=["/a", "/b"]), profile).io
     assert (io.backend, io.queue_depth, io.request_bytes) == ("threads", 7, 2 * MIB)
+    assert tuned(config(swap_dirs=["/b"]), profile).io.backend == "python"  # its own drive's
     assert io.adam_threads == 3
     given = config(backend="python", queue_depth=2, request_bytes=4096, adam_threads=1)
     assert tuned(given, profile) == given
     assert tuned(config(), None) == config() == tuned(config(), machine(adam=()))
     assert tuned(config(), machine(directories=(failed,), adam=())) == config()
+
+
+def test_a_run_has_the_rates_of_its_own_directories(config: Any) -> None:
+    place = DirectoryProfile(
+        path="/a", file_system="ext4", device="/dev/a", free_bytes=1, read_bytes_per_s=4e9,
+        write_bytes_per_s=4e9, mixed_bytes_per_s=4e9,
+    )  # fmt: skip
+    other = replace(place, path="/b", device="/dev/b", read_bytes_per_s=1e9)
+    profile = machine(drives=5e9, directories=(place, other))
+    for names, rate in ((["/a"], 4e9), (["/b"], 1e9), (["/a", "/b"], 2e9)):
+        assert rates_for(prepare(config(swap_dirs=names)), profile).read_bytes_per_s == rate
+    with pytest.raises(
+        ConfigError, match=r"drives of /proc/x were not measured, only those of /a, /b"
+    ):
+        rates_for(prepare(config(swap_dirs=["/proc/x"])), profile)
 
 
 def speedups(prepared: Prepared, profile: HardwareProfile) -> dict[str, float]:
