@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Lane(StrEnum):
@@ -59,9 +59,8 @@ class Kind(StrEnum):
     """The updated piece, weights and states, to SSD."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One piece of work.
+class Operation(NamedTuple):
+    """One piece of work; a tuple, since schedules have many and a search makes many schedules.
 
     Attributes:
         index: Position in the schedule; operations wait only for lower ones.
@@ -81,7 +80,7 @@ class Operation:
         num_elements: Elements that an update works on.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # tuples have a method of this name
     lane: Lane
     kind: Kind
     stage: str = ""
@@ -116,7 +115,9 @@ class Schedule:
     ) -> int:
         """Append an operation and return its index. `after` may hold None for "nothing to wait for"."""
         index = len(self.operations)
-        waits = tuple(sorted({other for other in after if other is not None}))
+        waits = tuple([other for other in after if other is not None])
+        if len(waits) > 1:
+            waits = tuple(sorted(set(waits)))
         self.operations.append(Operation(index, lane, kind, stage, after=waits, **fields))
         return index
 
