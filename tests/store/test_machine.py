@@ -55,18 +55,20 @@ class StoreMachine(RuleBasedStateMachine):
     def held_places(self, unit):
         return {m["versions"][unit] for m in self.manifests.values()}
 
-    @rule(unit=unit_names, whole=st.booleans())
-    def write(self, unit, whole):
+    @rule(unit=unit_names, whole=st.booleans(), beside=st.booleans())
+    def write(self, unit, whole, beside):
         live = self.store.version(unit)
         held = self.held_places(unit)
-        if unit not in self.pending and len((held | {live}) - {None}) == COPIES and live in held:
+        full = len((held | {live}) - {None}) == COPIES
+        if unit not in self.pending and full and (beside or live in held):
             with pytest.raises(CapacityError):
-                self.store.write(unit, "weights", content(100, 0).view)
+                self.store.write(unit, "weights", content(100, 0).view, beside=beside)
             return
-        in_place = live is not None and live not in held if unit not in self.pending else None
+        in_place = unit not in self.pending and live not in {None, *held} and not beside
         self.next_number += 1
         for name, size in (("weights", 100), ("exp_avg", 9000))[: 1 + whole]:
-            self.store.write(unit, name, content(size, (self.next_number, name)).view).wait()
+            data = content(size, (self.next_number, name)).view
+            self.store.write(unit, name, data, beside=beside).wait()
         before = self.pending.get(unit, {})
         numbers = {"weights": self.next_number}
         if whole:
@@ -145,6 +147,11 @@ class StoreMachine(RuleBasedStateMachine):
                 buffer = Buffer(size)
                 self.store.read(unit, name, buffer.view).wait()
                 assert buffer.view == content(size, (numbers[name], name)).view
+
+    @invariant()
+    def room_is_known(self):
+        used = [len(self.held_places(u) - {None} | {self.store.version(u)}) for u in self.live]
+        assert self.store.has_room_beside() == (max(used) < COPIES)
 
     @invariant()
     def frozen_versions_are_never_pending(self):

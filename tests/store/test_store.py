@@ -114,6 +114,32 @@ def test_a_speculative_update_can_be_discarded(tmp_path, backend):
             store.discard("head")
 
 
+def test_what_is_written_beside_the_live_version_can_be_discarded(tmp_path, backend):
+    with create(tmp_path, backend, copies=2) as store:
+        assert store.has_room_beside()
+        write_unit(store, "head", 1)
+        for number in (2, 3):
+            version = store.version("head")
+            for keeps in (False, True):
+                for state in next(unit.states for unit in UNITS if unit.name == "head"):
+                    data = content(state.nbytes, (number, "head", state.name))
+                    store.write("head", state.name, data.view, beside=True).wait()
+                assert store.version("head") == version
+                check_unit(store, "head", number - 1)
+                store.commit("head") if keeps else store.discard("head")
+            assert store.version("head") != version
+            check_unit(store, "head", number)
+        store.freeze("checkpoint")
+        assert store.has_room_beside()
+        write_unit(store, "head", 4)
+        assert not store.has_room_beside()
+        with pytest.raises(CapacityError, match="all 2 places are held by checkpoint"):
+            store.write("head", "weights", content(6, 5).view, beside=True)
+        check_unit(store, "head", 4)
+    with create(tmp_path, backend, copies=1) as store:
+        assert not store.has_room_beside()
+
+
 def test_a_saved_store_is_opened_again(tmp_path, backend):
     with create(tmp_path, backend, copies=3) as store:
         for unit in UNITS:

@@ -100,6 +100,7 @@ class Rig:
         *,
         weights: str = "read",
         order: str = "ahead",
+        speculative: bool = False,
     ) -> None:
         """Update the part as the lanes do.
 
@@ -113,6 +114,7 @@ class Rig:
         if streamed and weights == "read":
             self.swap.host_weights(self.part, WEIGHTS).view(torch.uint8).fill_(255)
         waits = stage not in self.swap.plan.gradients_on_ssd
+        assert waits or not speculative, "the gradient is where it was brought from the device"
         count, slots = len(adam.pieces[stage]), self.swap.plan.chunk_slots
 
         def load(number: int) -> None:
@@ -126,10 +128,12 @@ class Rig:
                 stage, number, f"chunk.{number % slots}" if streamed else "",
                 {self.part.name: has_gradient}, weight_slot=WEIGHTS if streamed else "",
                 gradient_slot=self.gradient_slot if waits else "", lr=lr, scale=scale,
+                speculative=speculative,
             )  # fmt: skip
 
         def save(number: int) -> None:
-            adam.save(stage, number, f"chunk.{number % slots}", weight_slot=WEIGHTS)
+            slot = f"chunk.{number % slots}"
+            adam.save(stage, number, slot, weight_slot=WEIGHTS, speculative=speculative)
 
         late = slots - 1 if order == "ahead" else 0
         for turn in range(count + late):
@@ -362,6 +366,40 @@ def test_the_old_version_lives_until_the_last_piece_is_written(
     for step in range(2):
         yardstick.update([True] * 4, gradient_of(rig.part, step), 0.01, 1.0)
     yardstick.assert_equal(rig.live())
+
+
+@pytest.mark.parametrize("kept", [[True, False, True, False], [False, True, False, True]])
+def test_a_speculative_update_counts_or_leaves_no_trace(
+    make_rig: Callable[..., Rig], kept: list[bool]
+) -> None:
+    """From the first step on, whose moments are nowhere; with checkpoints in between."""
+    rig = make_rig(copies=3, gradients="host")
+    adam, yardstick = rig.adam(), Yardstick(rig.part)
+    for step, (has_gradient, keep) in enumerate(zip(HAS_GRADIENT, kept, strict=True)):
+        assert adam.can_speculate()
+        gradient = gradient_of(rig.part, step)
+        version, steps = rig.store.version("block.0"), list(adam.steps["block.0"])
+        rig.update(adam, has_gradient, gradient, 0.01, 1.0, speculative=True)
+        if step:
+            yardstick.assert_equal(rig.live())
+        assert rig.store.version("block.0") == version
+        if keep:
+            adam.keep_speculated()
+            yardstick.update(has_gradient, gradient, 0.01, 1.0)
+        else:
+            adam.drop_speculated()
+            assert adam.steps["block.0"] == steps
+            assert bool(rig.swap.fresh) == (step == 0)
+            if step:
+                yardstick.assert_equal(rig.live())
+            rig.update(adam, has_gradient, gradient, 0.01, 0.5)
+            yardstick.update(has_gradient, gradient, 0.01, 0.5)
+        yardstick.assert_equal(rig.live())
+        assert adam.steps == {"block.0": yardstick.steps}
+        if step % 2 == 0:
+            rig.store.freeze(f"checkpoint-{step}")
+            if step:
+                rig.store.release("checkpoint-0")
 
 
 @pytest.mark.parametrize("call", range(0, 16, 3))
