@@ -27,6 +27,8 @@ class Sharing:
 
     Attributes:
         kinds: Of each operation.
+        takes_time: Of each kind: whether it lasts longer than nothing.
+        known: What `paces` has returned, by what it was asked; for callers that cannot afford the call.
 
     Raises:
         ValueError: A number of seconds is negative, infinite or none.
@@ -36,24 +38,24 @@ class Sharing:
         self.kinds: list[int] = []
         self._seconds: list[tuple[tuple[str, float], ...]] = []  # of each kind
         kind_of: dict[tuple[tuple[str, float], ...], int] = {}
+        kind_of_object: dict[int, int] = {}  # operations that are alike mostly have the same cost
         for index, cost in enumerate(costs):
-            key = tuple(cost.items())
-            kind = kind_of.setdefault(key, len(kind_of))
-            if kind == len(self._seconds):
-                if not all(0 <= seconds < float("inf") for _, seconds in key):
-                    raise ValueError(f"operation {index} takes {dict(key)} seconds")
-                self._seconds.append(key)
+            kind = kind_of_object.get(id(cost))
+            if kind is None:
+                key = tuple(cost.items())
+                kind = kind_of_object[id(cost)] = kind_of.setdefault(key, len(kind_of))
+                if kind == len(self._seconds):
+                    if not all(0 <= seconds < float("inf") for _, seconds in key):
+                        raise ValueError(f"operation {index} takes {dict(key)} seconds")
+                    self._seconds.append(key)
             self.kinds.append(kind)
         self._alone_s = [max((s for _, s in key), default=0.0) for key in self._seconds]
         self._demands = [
             {name: s / alone for name, s in key if s > 0} if alone > EPSILON else {}
             for key, alone in zip(self._seconds, self._alone_s)
         ]
-        self._paces: dict[tuple[int, ...], list[tuple[int, float]]] = {}
-
-    def takes_time(self, kind: int) -> bool:
-        """Say whether operations of a kind last longer than nothing."""
-        return bool(self._demands[kind])
+        self.takes_time = [bool(demand) for demand in self._demands]
+        self.known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
 
     def occupied_s(self) -> dict[str, float]:
         """Return the seconds for which all operations together occupy each resource."""
@@ -70,12 +72,12 @@ class Sharing:
         Args:
             running: Kind of what each lane runs, `IDLE` for none. Kinds that take no time do not run.
         """
-        paces = self._paces.get(running)
+        paces = self.known.get(running)
         if paces is None:
             lanes = [lane for lane, kind in enumerate(running) if kind != IDLE]
             speeds = fair_speeds([self._demands[running[lane]] for lane in lanes])
             paces = [(lane, s / self._alone_s[running[lane]]) for lane, s in zip(lanes, speeds)]
-            self._paces[running] = paces
+            self.known[running] = paces
         return paces
 
 

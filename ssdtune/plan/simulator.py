@@ -93,6 +93,9 @@ def simulate(
     kinds = sharing.kinds
     names: dict[str, int] = {}
     lane_of = [names.setdefault(operation.lane, len(names)) for operation in operations]
+    takes_time, known = sharing.takes_time, sharing.known
+    acquires = [cost.acquires for cost in costs]
+    releases = [cost.releases for cost in costs]
     followers, waiting = _dependencies(schedule)
     queues: list[list[int]] = [[] for _ in names]  # of each lane, the next operation last
     for index in range(len(operations) - 1, -1, -1):
@@ -114,21 +117,23 @@ def simulate(
                 continue
             current[lane] = index = queue.pop()
             begin[index] = now
-            memory.take(costs[index].acquires)
-            if sharing.takes_time(kinds[index]):
+            if acquires[index]:
+                memory.take(acquires[index])
+            if takes_time[kinds[index]]:
                 running[lane] = kinds[index]
                 left[lane] = 1.0
             else:
                 finished.append(lane)  # what takes no time is over at once
         if not finished:
-            paces = sharing.paces(tuple(running))
+            side_by_side = tuple(running)
+            paces = known.get(side_by_side) or sharing.paces(side_by_side)
             if not paces:
                 break
             step = min([left[lane] / pace for lane, pace in paces])
             now += step
             for lane, pace in paces:
-                left[lane] -= step * pace
-                if left[lane] <= EPSILON:
+                left[lane] = rest = left[lane] - step * pace
+                if rest <= EPSILON:
                     finished.append(lane)
                     running[lane] = IDLE
         candidates = finished.copy()
@@ -137,7 +142,8 @@ def simulate(
             current[lane] = IDLE
             end[index] = now
             lane_s[lane] += now - begin[index]
-            memory.give(costs[index].releases)
+            if releases[index]:
+                memory.give(releases[index])
             for follower in followers[index]:
                 waiting[follower] -= 1
                 if not waiting[follower]:

@@ -164,7 +164,7 @@ def test_what_takes_no_time_is_over_at_once() -> None:
 def test_costs_that_are_equal_are_one_kind() -> None:
     sharing = Sharing([{"ssd": 1.0}, {"ssd": 2.0}, {"ssd": 1.0}, {}, {"ssd": 0.0}])
     assert sharing.kinds == [0, 1, 0, 2, 3]
-    assert [sharing.takes_time(kind) for kind in range(4)] == [True, True, False, False]
+    assert sharing.takes_time == [True, True, False, False]
     assert sharing.paces((0, IDLE, 1)) == [(0, 0.5), (2, 0.25)]
     assert sharing.paces((IDLE, IDLE, IDLE)) == []
     assert sharing.occupied_s() == {"ssd": 4.0}
