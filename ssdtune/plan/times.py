@@ -35,15 +35,6 @@ class ComputeTimes:
             later if operation.micro_batch > 0 else first, self.seconds.get(first)
         )
 
-    @property
-    def step_s(self) -> float:
-        """Seconds of each kind once: what one block and both ends of the model take."""
-        return sum(self.seconds.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return dict(self.seconds)
-
 
 def key(kind: Kind, *, kept: bool, later: bool) -> str:
     """Return the name under which the seconds of such operations are kept."""

@@ -28,6 +28,7 @@ from ssdtune.plan.residency import MemoryPlan
 from ssdtune.plan.schedule import Schedule
 from ssdtune.plan.simulator import Simulation, simulate
 from ssdtune.plan.times import ComputeTimes
+from ssdtune.report.answer import time_lines
 from ssdtune.report.timeline import Bar, draw
 from ssdtune.swap.update import pieces_of_part
 from ssdtune.train.engine import make_step_shape, stage_shape
@@ -47,6 +48,7 @@ class Forecast:
         resource_s: Seconds for which each part of the machine is busy.
         binding: The busiest part.
         run_s: All steps of the run; None if the rows are not known.
+        compute_times_s: What the compute lane's operations take alone, where that was measured.
         bars: Every operation, for a picture.
     """
 
@@ -56,6 +58,7 @@ class Forecast:
     resource_s: dict[str, float]
     binding: str
     run_s: float | None
+    compute_times_s: dict[str, float]
     bars: tuple[Bar, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,16 +72,9 @@ class Forecast:
         )
 
     def text(self) -> str:
-        """Return one line for people."""
-        busy = ", ".join(
-            f"{name} {seconds / self.step_s:.0%}"
-            for name, seconds in self.resource_s.items()
-            if seconds
-        )
-        return (
-            f"expected  {format_time(self.step_s)} per step ({self.tokens_per_s:.3g} tokens/s); "
-            f"busy: {busy}; {self.binding} binds (simulated with measured rates, other work on the machine apart)"
-        )
+        """Return a few lines for people."""
+        tokens = self.tokens_per_s * self.step_s
+        return "\n".join(time_lines(self.step_s, tokens, self.lane_s, self.resource_s))
 
 
 class Forecaster:
@@ -122,6 +118,7 @@ class Forecaster:
             dict(result.resource_s),
             result.binding,
             None if rows is None else rows.total_steps * result.step_s,
+            dict(self.ledger.times.seconds) if self.ledger.times else {},
             tuple(
                 Bar.of(op, span.begin_s, span.end_s)
                 for op, span in zip(schedule.operations, result.spans, strict=True)

@@ -51,7 +51,7 @@ def times_of(prepared: Prepared, profile: HardwareProfile) -> ComputeTimes | Non
     except (SsdtuneError, RuntimeError, MemoryError) as error:
         logger.warning("no rehearsal, the forecast counts FLOP instead: %s", error)
         return None
-    _write({**kept, name: times.to_dict()})
+    _write({**kept, name: dict(times.seconds)})
     return times
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from bench.bounds import Rates, Step, bounds, drive_seconds, phases
-from bench.cells import Cell, comparisons, measured, step_of
+from bench.cells import Cell, comparisons, computing, fastest, measured, step_of
 from bench.models import SIZES, make_model, write_rows
 from bench.process import Failed, Watched, run, run_json
 from bench.table import render
@@ -27,10 +27,10 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 RATES = Rates(
     read_bytes_per_s=1, write_bytes_per_s=1, mixed_bytes_per_s=1, read_cpu_s_per_byte=0, write_cpu_s_per_byte=0,
-    memory_bytes_per_s=1e9, adam_parameters_per_s=1e9, forward_flop_per_s=1e12, backward_flop_per_s=1e12, cores=2,
+    memory_bytes_per_s=1e9, adam_parameters_per_s=1e9, cores=2,
 )  # fmt: skip
 STEP = Step(
-    hidden=4, num_blocks=2, block_parameters=100, head_parameters=10, tokens=8, sequence=8, trained_parameters=220,
+    num_blocks=2, block_parameters=100, head_parameters=10, forward_s=1e-8, backward_s=3e-8, trained_parameters=220,
     frozen=False, weight_bytes=2, split=True,
 )  # fmt: skip
 DEFERRED = replace(STEP, deferred_share=1.0)
@@ -54,14 +54,18 @@ def test_fp32_moves_28_bytes_less_what_is_used_once() -> None:
     assert total.read_bytes + total.write_bytes == 28 * 220 - once
 
 
-def test_flop_of_the_phases() -> None:
-    forward, backward = phases(replace(STEP, recompute_share=0.5))
-    blocks = 2 * 8 * (2 * 100 + 4 * 8 * 4)
-    head = 2 * 8 * 10
-    assert forward.forward_flop == blocks
-    assert backward.forward_flop == head + 0.5 * blocks
-    assert backward.backward_flop == 2 * (blocks + head)
-    assert phases(replace(STEP, frozen=True))[1].backward_flop == blocks + head
+def test_computing_is_what_was_rehearsed() -> None:
+    first = {
+        "entry-forward": 1.0, "forward": 10.0, "forward+kept": 20.0, "loss": 100.0, "backward": 1000.0,
+        "backward+kept": 500.0, "entry-backward": 7.0,
+    }  # fmt: skip
+    assert computing(first, 5, 0) == (51.0, 5107.0)
+    assert computing(first, 5, 2) == (1 + 30 + 40, 100 + 3000 + 1000 + 7)
+    only_kept = {name: first[name] for name in first if name not in ("forward", "backward")}
+    assert computing(only_kept, 5, 5) == (101.0, 2607.0)
+    assert fastest([first, first | {"forward": 9.0, "loss": 101.0}]) == first | {"forward": 9.0}
+    forward, backward = phases(STEP)
+    assert (forward.compute_s, backward.compute_s) == (STEP.forward_s, STEP.backward_s)
 
 
 def test_gradients_that_wait_on_drives_count_for_the_mode_only() -> None:
@@ -73,9 +77,10 @@ def test_gradients_that_wait_on_drives_count_for_the_mode_only() -> None:
 def test_blocks_adam_and_io_share_the_cores() -> None:
     slow = replace(
         RATES, read_bytes_per_s=1e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1e9,
-        adam_parameters_per_s=100, forward_flop_per_s=1000, write_cpu_s_per_byte=0.01,
+        adam_parameters_per_s=100, write_cpu_s_per_byte=0.01,
     )  # fmt: skip
-    found = bounds(STEP, slow)["terms_s"]["backward"]
+    found = bounds(replace(STEP, backward_s=5.0), slow)["terms_s"]["backward"]
+    assert found["compute"] == 5.0
     assert found["adam"] == 2.2
     assert found["io_cpu"] == pytest.approx(12 * 220 * 0.01 / 2)
     assert found["cores"] == found["compute"] + found["adam"] + found["io_cpu"]
@@ -87,17 +92,18 @@ def test_drives_take_the_faster_way() -> None:
     assert drive_seconds(10, 4, busy) == 14
 
 
-@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0.1, 1e4), st.floats(0.1, 1e4))
+@given(
+    st.floats(0, 1), st.floats(0, 1), st.floats(0, 1e3), st.floats(0.1, 1e4), st.floats(0.1, 1e4)
+)
 def test_no_mode_is_faster_than_any_schedule(
-    deferred: float, streamed: float, again: float, drives: float, cores: float
+    deferred: float, streamed: float, forward: float, drives: float, cores: float
 ) -> None:
     step = replace(
-        STEP, deferred_share=deferred, streamed_states=streamed, streamed_weights=streamed, recompute_share=again,
+        STEP, deferred_share=deferred, streamed_states=streamed, streamed_weights=streamed, forward_s=forward,
         activation_bytes=50,
     )  # fmt: skip
     rates = replace(
         RATES, read_bytes_per_s=drives, mixed_bytes_per_s=1.5 * drives, adam_parameters_per_s=cores,
-        forward_flop_per_s=100 * cores,
     )  # fmt: skip
     found = bounds(step, rates)
     assert found["ultimate_s"] <= found["mode_s"] * (1 + 1e-9)
@@ -159,12 +165,16 @@ def test_the_first_two_steps_and_the_last_do_not_count() -> None:
 
 
 def test_work_follows_the_plan_and_the_bytes() -> None:
-    memory = {"deferred": ["head", "embed"], "kept": ["block.0"]}
-    step = step_of(CELL, steps([1, 1, 1, 1]), memory, trained=PARAMETERS, split=True)
+    memory = {"deferred": ["head", "embed"], "kept": ["block.0"], "swapped": []}
+    times = {
+        "entry-forward": 1.0, "forward": 2.0, "forward+kept": 3.0, "loss": 4.0, "backward": 5.0, "backward+kept": 6.0,
+        "entry-backward": 7.0,
+    }  # fmt: skip
+    step = step_of(CELL, steps([1, 1, 1, 1]), memory, times, trained=PARAMETERS, split=True)
     assert step.streamed_states == step.streamed_weights == 0.5
     size = SIZES["tiny"]
     assert step.deferred_share == pytest.approx(2 * size.head_parameters / PARAMETERS, rel=1e-2)
-    assert step.recompute_share == pytest.approx(2 / 3)
+    assert (step.forward_s, step.backward_s) == (1 + 2 * 2 + 3, 4 + 2 * 5 + 6 + 7)
 
 
 def test_errors_and_ratios() -> None:

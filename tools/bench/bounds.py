@@ -1,8 +1,8 @@
-"""How fast a step could be at best on a machine that computes on its CPU: bytes and FLOP over measured rates.
+"""How fast a step could be at best on a machine that computes on its CPU: bytes over measured rates, and computing as timed.
 
 A step has two phases: forward, and backward. In each, these can run side by side at best, so the longest counts:
 
-* cores: blocks, AdamW and the processor's part of I/O share them, so their times add up;
+* cores: computing, AdamW and the processor's part of I/O share them, so their times add up;
 * drives: all bytes at the measured rate for their mix of reads and writes;
 * dram: what I/O and AdamW move in memory.
 
@@ -30,7 +30,6 @@ class Rates:
         read_bytes_per_s, write_bytes_per_s: Of the drives, one way; `mixed` is the sum of both ways at once.
         read_cpu_s_per_byte, write_cpu_s_per_byte: Seconds of one core that a byte costs.
         memory_bytes_per_s: Of host memory; each copied byte counts twice.
-        forward_flop_per_s, backward_flop_per_s: Of a block with the run's tokens, in the run's precision.
     """
 
     read_bytes_per_s: float
@@ -40,8 +39,6 @@ class Rates:
     write_cpu_s_per_byte: float
     memory_bytes_per_s: float
     adam_parameters_per_s: float
-    forward_flop_per_s: float
-    backward_flop_per_s: float
     cores: int
 
 
@@ -50,8 +47,8 @@ class Step:
     """What one optimizer step has to do.
 
     Attributes:
-        hidden, num_blocks, block_parameters, head_parameters: The model; its embedding is as large as its head.
-        tokens, sequence: Of the step, and of one row.
+        num_blocks, block_parameters, head_parameters: The model; its embedding is as large as its head.
+        forward_s, backward_s: Computing alone, head and loss with the latter.
         trained_parameters: That AdamW updates.
         frozen: The model's own weights are not trained.
         weight_bytes: Of a weight that is streamed.
@@ -59,16 +56,14 @@ class Step:
         streamed_weights, streamed_states: Share that comes from the drives; the rest is cached.
         gradient_bytes: Gradients that wait on the drives, written and read once each.
         activation_bytes: Block inputs that do.
-        recompute_share: Share of the blocks' forward FLOP that backward repeats.
         deferred_share: Share of the trained parameters whose update waits for the next forward.
     """
 
-    hidden: int
     num_blocks: int
     block_parameters: int
     head_parameters: int
-    tokens: int
-    sequence: int
+    forward_s: float
+    backward_s: float
     trained_parameters: float
     frozen: bool
     weight_bytes: int
@@ -77,7 +72,6 @@ class Step:
     streamed_states: float = 1.0
     gradient_bytes: float = 0.0
     activation_bytes: float = 0.0
-    recompute_share: float = 1.0
     deferred_share: float = 0.0
 
 
@@ -87,8 +81,7 @@ class Phase:
 
     read_bytes: float = 0.0
     write_bytes: float = 0.0
-    forward_flop: float = 0.0
-    backward_flop: float = 0.0
+    compute_s: float = 0.0
     adam_parameters: float = 0.0
 
     def __add__(self, other: Phase) -> Phase:
@@ -99,17 +92,15 @@ class Phase:
 
     def terms(self, rates: Rates) -> dict[str, float]:
         """Return the seconds that each part of the machine needs, and what makes up those of the cores."""
-        compute = self.forward_flop / rates.forward_flop_per_s
-        compute += self.backward_flop / rates.backward_flop_per_s
         adam = self.adam_parameters / rates.adam_parameters_per_s
         io_cpu = self.read_bytes * rates.read_cpu_s_per_byte
         io_cpu += self.write_bytes * rates.write_cpu_s_per_byte
         moved = self.read_bytes + self.write_bytes + ADAM_DRAM_BYTES * self.adam_parameters
         return {
-            "cores": compute + adam + io_cpu / rates.cores,
+            "cores": self.compute_s + adam + io_cpu / rates.cores,
             "drives": drive_seconds(self.read_bytes, self.write_bytes, rates),
             "dram": moved / rates.memory_bytes_per_s,
-            "compute": compute,
+            "compute": self.compute_s,
             "adam": adam,
             "io_cpu": io_cpu / rates.cores,
         }
@@ -154,20 +145,15 @@ def phases(step: Step) -> tuple[Phase, Phase]:
         head = step.streamed_weights * step.weight_bytes * step.head_parameters
         forward_read += step.deferred_share * head
         backward_read -= step.deferred_share * head
-    block = step.tokens * (2.0 * step.block_parameters + 4.0 * step.sequence * step.hidden)
-    blocks = step.num_blocks * block
-    head = 2.0 * step.tokens * step.head_parameters
-    gradients = 1 if step.frozen else 2  # of the input, and of the weights
     forward = Phase(
         read_bytes=forward_read + step.gradient_bytes,
         write_bytes=step.activation_bytes,
-        forward_flop=blocks,
+        compute_s=step.forward_s,
     )
     backward = Phase(
         read_bytes=backward_read + step.activation_bytes,
         write_bytes=step.gradient_bytes,
-        forward_flop=head + step.recompute_share * blocks,
-        backward_flop=gradients * (blocks + head),
+        compute_s=step.backward_s,
     )
     return forward + update * step.deferred_share, backward + update * (1 - step.deferred_share)
 

@@ -1,8 +1,8 @@
 """One cell of the table: what is run for it, and the record of figures that comes out.
 
-In this order: rates of the machine, forecast, the run itself, rates again, and the same training in memory. Forecast and
-run know the first rates, as the machine's profile. The bounds use the mean of both measurements of the drives, which drift, and
-the better one of the processor, which other programs can only slow down.
+In this order: rates of the machine, forecast with its rehearsal, the run itself, rates and rehearsal again, and the same
+training in memory. Forecast and run know the first figures, as the machine's profile. The bounds use the mean of both
+measurements of the drives, which drift, and the better one of the processor, which other programs can only slow down.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Bench:
         write_rows(path, steps * batch, SEQUENCE, SIZES[name].vocabulary)
         return path
 
-    def rates(self, cell: Cell, profile: Path, fresh: Path) -> dict[str, Any]:
+    def rates(self, profile: Path, fresh: Path) -> dict[str, Any]:
         """Measure the machine as it is now.
 
         Args:
@@ -105,9 +105,7 @@ class Bench:
         effort = ("--seconds", "0.1", "--rounds", "1", "--size", "256MiB") if self.quick else ()
         return run_json(
             [
-                sys.executable, str(BENCH / "rates.py"), str(profile), str(self.model(cell.model)),
-                "--tokens", str(cell.tokens), "--sequence", str(SEQUENCE), "--dtype", self.dtype,
-                "--fresh", str(fresh), *effort,
+                sys.executable, str(BENCH / "rates.py"), str(profile), "--fresh", str(fresh), *effort,
             ],
             self.folder,
         )  # fmt: skip
@@ -135,7 +133,7 @@ def measure_cell(cell: Cell, bench: Bench) -> dict[str, Any]:
 
 def _measure(cell: Cell, bench: Bench, output: Path) -> dict[str, Any]:
     profile, fresh = bench.profile(cell.model), bench.folder / "cache/ssdtune/profile.json"
-    rates = [bench.rates(cell, profile, fresh)]
+    rates = [bench.rates(profile, fresh)]
     flags = [
         str(bench.model(cell.model)), "--method", cell.method, "--train-file", str(bench.rows(cell.model, cell.batch)),
         "--output-dir", str(output), "--max-length", str(SEQUENCE), "--max-steps", str(bench.steps),
@@ -163,13 +161,15 @@ def _measure(cell: Cell, bench: Bench, output: Path) -> dict[str, Any]:
     memory = json.loads((output / "plan.json").read_text())["memory"]
     shutil.rmtree(output)  # its export would still be on its way to the drives
     os.sync()
+    times = [planned["forecast"]["compute_times_s"]]
     if not bench.quick:
-        rates.append(bench.rates(cell, profile, fresh))
+        rates.append(bench.rates(profile, fresh))
+        times.append(plan()["forecast"]["compute_times_s"])
     found = measured(cell, steps, seen, json.loads(seen.output))
     split, trained = bench.dtype == "bf16", planned["estimate"]["trained_parameters"]
-    step = step_of(cell, steps, memory, trained=trained, split=split)
+    step = step_of(cell, steps, memory, fastest(times), trained=trained, split=split)
     found["bound"] = bounds(step, mean_rates(rates))
-    found |= {"rates": rates, "plan": planned, "in_memory": _in_memory(cell, bench)}
+    found |= {"rates": rates, "times": times, "plan": planned, "in_memory": _in_memory(cell, bench)}
     return found | comparisons(found)
 
 
@@ -213,13 +213,42 @@ def mean_rates(rates: list[dict[str, Any]]) -> Rates:
     return Rates(**found)
 
 
+def fastest(times: list[dict[str, float]]) -> dict[str, float]:
+    """Return the shorter one of two rehearsals, kind by kind."""
+    return {
+        name: min(found.get(name, value) for found in times) for name, value in times[0].items()
+    }
+
+
+def computing(times: dict[str, float], num_blocks: int, num_kept: int) -> tuple[float, float]:
+    """Return the seconds of forward, and of loss and backward, of one micro-batch.
+
+    Args:
+        num_kept: Blocks that keep their activations or let them go to the drives; the others are run again.
+    """
+
+    def blocks(kind: str) -> float:
+        again = (num_blocks - num_kept) * times[kind] if num_kept < num_blocks else 0.0
+        return again + (num_kept * times[f"{kind}+kept"] if num_kept else 0.0)
+
+    forward = times["entry-forward"] + blocks("forward")
+    return forward, times["loss"] + blocks("backward") + times["entry-backward"]
+
+
 def step_of(
-    cell: Cell, steps: list[dict[str, Any]], memory: dict[str, Any], *, trained: int, split: bool
+    cell: Cell,
+    steps: list[dict[str, Any]],
+    memory: dict[str, Any],
+    times: dict[str, float],
+    *,
+    trained: int,
+    split: bool,
 ) -> Step:
     """Return the work of a step as it was planned; how much is cached follows from the bytes of the middle steps.
 
     Args:
         memory: The run's memory plan.
+        times: Seconds of computing, by kind.
         trained: Elements that the optimizer updates.
         split: The master weight is in two halves.
     """
@@ -232,12 +261,13 @@ def step_of(
     ends = {"embed": size.head_parameters, "head": size.head_parameters}
     sizes = blocks if frozen else blocks | ends
     deferred = sum(sizes.get(stage, 0) for stage in memory["deferred"])
+    forward, backward = computing(times, size.blocks, len(memory["kept"]) + len(memory["swapped"]))
     step = Step(
-        hidden=size.hidden, num_blocks=size.blocks, block_parameters=size.block_parameters,
-        head_parameters=size.head_parameters, tokens=cell.tokens, sequence=SEQUENCE,
+        num_blocks=size.blocks, block_parameters=size.block_parameters, head_parameters=size.head_parameters,
+        forward_s=forward, backward_s=backward,
         trained_parameters=trained, frozen=frozen, weight_bytes=2 if split or frozen else 4, split=split,
         gradient_bytes=moved("written", "gradients"), activation_bytes=moved("written", "activations"),
-        recompute_share=1 - len(memory["kept"]) / size.blocks, deferred_share=deferred / sum(sizes.values()),
+        deferred_share=deferred / sum(sizes.values()),
     )  # fmt: skip
     states = min(1.0, moved("written", "moments") / (8 * trained))
     weights = min(1.0, moved("read", "weights") / sum(computing_reads(step))) if frozen else states

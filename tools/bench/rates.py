@@ -1,6 +1,6 @@
-"""Measure this machine's rates for one cell, now: drives (ours and fio in turns), AdamW, a block with the cell's tokens.
+"""Measure this machine's rates for one cell, now: drives (ours and fio in turns), and AdamW.
 
-    python tools/bench/rates.py PROFILE MODEL --tokens 256 --sequence 256 --dtype bf16 [--fresh FILE]
+    python tools/bench/rates.py PROFILE [--fresh FILE]
 
 Starts from a profile of `ssdtune profile`, uses its best settings, and can write it anew with the fresh figures. Prints one
 JSON document: the fields of `bench.bounds.Rates`, the rates of both programs, and their ratio. A rate of the drives is
@@ -16,6 +16,7 @@ import shutil
 import statistics
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from compare_fio import FIO_ENGINES, PAUSE_S, fio_rate
 from ssdtune.hardware.compute import AdamWork, best_time, num_cores
 from ssdtune.hardware.drives import KINDS, open_bench
 from ssdtune.hardware.effort import FULL
-from ssdtune.hardware.figures import AdamPoint, BlockProfile, DirectoryProfile
+from ssdtune.hardware.figures import AdamPoint, DirectoryProfile
 from ssdtune.hardware.memory import map_large_blocks, prefer_huge_pages
 from ssdtune.hardware.profile import HardwareProfile, read_profile, save
 from ssdtune.units import parse_size
@@ -85,32 +86,22 @@ def measure_adam(seconds: float) -> AdamPoint:
     return AdamPoint(form=forms()[0], threads=threads, parameters_per_s=work.size / taken)
 
 
-def measure_block(
-    model: str, tokens: int, sequence: int, dtype: str, seconds: float
-) -> BlockProfile:
-    """Return the model's block with micro-batches of the cell's tokens, in the run's precision."""
-    from ssdtune.device import open_device
-    from ssdtune.hardware import blocks
+def renewed(profile: HardwareProfile, drives: dict[str, Any], adam: AdamPoint) -> HardwareProfile:
+    """Return the profile with the fresh figures; the drives' rates are our own, which a run can reach.
 
-    # The profile has longer rows and both precisions; here all the time is for what the run computes.
-    blocks.SEQUENCE, blocks.DTYPES = sequence, (dtype,)
-    (found,) = blocks.measure_blocks(
-        model, tokens=(tokens,), seconds=seconds, device=open_device("cpu")
-    )
-    return found
-
-
-def renewed(
-    profile: HardwareProfile, drives: dict[str, Any], adam: AdamPoint, block: BlockProfile
-) -> HardwareProfile:
-    """Return the profile with the fresh figures; the drives' rates are our own, which a run can reach."""
+    Measured now, so that what was rehearsed before is rehearsed again.
+    """
     rates = {f"{kind}_bytes_per_s": drives["own_bytes_per_s"][kind] for kind in KINDS}
     together = profile.together and dataclasses.replace(profile.together, **rates)
     directories = tuple(
         dataclasses.replace(directory, **rates) for directory in profile.directories
     )
     return dataclasses.replace(
-        profile, together=together, directories=directories, adam=(adam,), blocks=(block,)
+        profile,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        together=together,
+        directories=directories,
+        adam=(adam,),
     )
 
 
@@ -119,10 +110,6 @@ def main() -> int:
     map_large_blocks()  # as runs do
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("profile", type=Path)
-    parser.add_argument("model")
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--sequence", type=int, required=True)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each run on the drives")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
@@ -135,19 +122,13 @@ def main() -> int:
         profile.directories[0], seconds=args.seconds, rounds=args.rounds, size=args.size
     )
     adam = measure_adam(args.seconds)
-    block = measure_block(args.model, args.tokens, args.sequence, args.dtype, 4 * args.seconds)
-    point = next((point for point in block.points if point.dtype == args.dtype), None)
-    if point is None:
-        raise SystemExit(f"error: no figures for {args.dtype}: {'; '.join(block.notes)}")
     if args.fresh:
-        save(renewed(profile, drives, adam, block), args.fresh)
+        save(renewed(profile, drives, adam), args.fresh)
     memory = max(max(p.copy_bytes_per_s, p.triad_bytes_per_s) for p in profile.memory)
     rates = {
         **drives,
         "memory_bytes_per_s": memory,
         "adam_parameters_per_s": adam.parameters_per_s,
-        "forward_flop_per_s": point.forward_flop_per_s,
-        "backward_flop_per_s": point.backward_flop_per_s,
         "cores": num_cores(),
     }
     print(json.dumps(rates))
