@@ -30,14 +30,26 @@ POISON = 0xFF
 """All bits set are NaN in every float dtype, and no token."""
 
 
-def use(monkeypatch: pytest.MonkeyPatch, order: Callable[[list[Lane]], Lane]) -> AdversarialDevice:
-    """Let the next run use everything of this module; `order` is one of `ORDERS`."""
+def use(
+    monkeypatch: pytest.MonkeyPatch, order: Callable[[list[Lane]], Lane], *, on_cpu: bool = False
+) -> AdversarialDevice:
+    """Let the next run use everything of this module; `order` is one of `ORDERS`.
+
+    Args:
+        on_cpu: All but the device, so that memory is the host's and compute in place.
+    """
     device = AdversarialDevice()
-    monkeypatch.setattr("ssdtune.train.prepare.open_device", lambda *_, **__: device)
+    if not on_cpu:
+        use_device(monkeypatch, device)
     monkeypatch.setattr("ssdtune.train.finetune.open_backend", LateBackend)
     monkeypatch.setattr("ssdtune.train.finetune.BufferPool", PoisonedPool)
     monkeypatch.setattr("ssdtune.train.finetune.Lanes", lambda: OneByOne(order, device))
     return device
+
+
+def use_device(monkeypatch: pytest.MonkeyPatch, device: AdversarialDevice) -> None:
+    """Let the next run use the device."""
+    monkeypatch.setattr("ssdtune.train.prepare.open_device", lambda *_, **__: device)
 
 
 class _Accesses(TorchDispatchMode):
@@ -207,6 +219,7 @@ class AdversarialDevice:
 
     name = "adversarial"
     torch_device = torch.device("cpu")
+    own_memory = True
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -85,10 +85,15 @@ class Pin:
 
 
 class Device(Protocol):
-    """A place where tensors live and blocks are computed."""
+    """A place where tensors live and blocks are computed.
+
+    Attributes:
+        own_memory: It has memory of its own, to be planned apart from the host's; `allocate` never returns None then.
+    """
 
     name: str
     torch_device: torch.device
+    own_memory: bool
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Say whether matrices of this dtype are multiplied at full speed."""

@@ -24,6 +24,7 @@ class CpuDevice:
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    own_memory = False
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Take bf16 only where the CPU has instructions for it; elsewhere it's many times slower than fp32."""

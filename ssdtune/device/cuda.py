@@ -58,6 +58,8 @@ class CudaDevice:
         BackendUnavailableError: The card does not work, or is in use by others.
     """
 
+    own_memory = True
+
     def __init__(self, index: int = 0, budget_bytes: int | None = None) -> None:
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"

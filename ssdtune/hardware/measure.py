@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ssdtune.device.base import Device
 from ssdtune.errors import FormatError, StorageError
 from ssdtune.hardware import drives
 from ssdtune.hardware.blocks import digest_of, measure_blocks
@@ -105,7 +106,7 @@ def measure(
     progress("done", 1.0)
     return HardwareProfile(
         machine_id=machine_id(directories),
-        machine=describe_machine(),
+        machine={**describe_machine(), **_card(opened)},
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         effort=effort.name,
         seconds=clock() - start,
@@ -119,6 +120,12 @@ def measure(
         compute_dtypes=_full_speed(opened),
         blocks=blocks,
     )
+
+
+def _card(device: Device) -> dict[str, str | int]:
+    """Return the card on which blocks were computed, if it was one."""
+    found = device.capabilities()
+    return {"card": found.model, "card_bytes": found.total_bytes} if device.own_memory else {}
 
 
 def cached(

@@ -93,6 +93,8 @@ class StepShape:
         stages: Sizes of all stages.
         block_slots: Weight slots for blocks, at least 1: one computes, the others are read ahead or updated.
         gradient_slots: Gradient slots for blocks whose update follows at once, or whose gradient goes to SSD.
+        device_gradient_slots: Those for blocks on a device with memory of its own; 0 if gradients are summed up in
+            host memory.
         input_slots: Slots for block inputs and activations on their way to or from SSD; 0 keeps all in memory.
         inputs_stay: Inputs stay in memory all the same; the slots are for activations.
         chunk_slots: Slots for pieces of optimizer states: read ahead, computed, being written.
@@ -114,6 +116,7 @@ class StepShape:
     stages: Mapping[str, StageShape] = field(default_factory=dict)
     block_slots: int = 3
     gradient_slots: int = 2
+    device_gradient_slots: int = 0
     input_slots: int = 0
     chunk_slots: int = 4
     inputs_stay: bool = False
@@ -353,6 +356,8 @@ class _Gradients:
         self.weights = weights
         self.trained = shape.trained
         self.released: dict[str, list[int]] = {}
+        self.left: dict[str, int] = {}
+        """Of each slot on the device, when its gradient has left it for the host."""
         self.collected: list[int] = []
         self.next_block_slot = 0
         self.current: dict[str, str] = {}
@@ -372,9 +377,13 @@ class _Gradients:
         return self.current[stage]
 
     def free(self, stage: str) -> list[int]:
-        """Return the operations after which the stage's slot may be written."""
+        """Return the operations after which the stage's gradient may be computed: there is room where it is summed up."""
         # A pending update has used the stage's old gradient before its weights are used.
-        return self.released.get(self.slot(stage), [])
+        slot, count = self.slot(stage), self.shape.device_gradient_slots
+        if not count:
+            return self.released.get(slot, [])
+        left = self.left.get(device_gradient_slot(stage, count))
+        return [] if left is None or not slot else [left]
 
     def complete(self, stage: str, last: int) -> None:
         """Emit collection and, by the policy, saving or updating; `last` added the last micro-batch."""
@@ -382,8 +391,11 @@ class _Gradients:
         if not slot:
             return
         add, shape = self.schedule.add, self.shape
-        done = add(Lane.D2H, Kind.COLLECT_GRADIENT, stage, after=(last,), slot=slot)
+        free = self.released.get(slot, []) if shape.device_gradient_slots else []
+        done = add(Lane.D2H, Kind.COLLECT_GRADIENT, stage, after=(last, *free), slot=slot)
         self.collected.append(done)
+        if shape.device_gradient_slots:
+            self.left[device_gradient_slot(stage, shape.device_gradient_slots)] = done
         over = [done]
         if stage not in shape.deferred:
             over = self.weights.update(stage, slot, done)
@@ -406,6 +418,13 @@ class _Gradients:
 def gradient_slot(shape: StepShape, stage: str) -> str:
     """Return the slot in which a stage's gradient waits for the next step; "" if it doesn't wait in memory."""
     return stage if stage in shape.deferred - shape.gradients_on_ssd else ""
+
+
+def device_gradient_slot(stage: str, count: int) -> str:
+    """Return the slot on the device in which a stage's gradient is summed up; blocks take turns in `count` of them."""
+    if stage in (EMBED, HEAD):
+        return "ends"
+    return stage if stage == OUTER or not count else f"block.{int(stage.partition('.')[2]) % count}"
 
 
 def passing_slot(number: int) -> str:

@@ -27,6 +27,7 @@ class Nearest:
         batch_size: Largest one at the wanted length.
         max_length: Longest one at the wanted batch size.
         short_row: Longest one with a batch size of 1, where neither of the two helps alone.
+        setting: What the budget is set by.
     """
 
     needed_bytes: int
@@ -34,6 +35,7 @@ class Nearest:
     batch_size: int | None = None
     max_length: int | None = None
     short_row: int | None = None
+    setting: str = "host_memory"
 
     def text(self) -> str:
         """Return the changes for people, as settings that can be typed in."""
@@ -44,7 +46,7 @@ class Nearest:
             ways.append(f"max_length {self.max_length}")
         if self.short_row is not None:
             ways.append(f"per_device_train_batch_size 1 with max_length {self.short_row}")
-        ways.append(f"host_memory {as_setting(self.needed_bytes)} if the machine has it")
+        ways.append(f"{self.setting} {as_setting(self.needed_bytes)} if the machine has it")
         text = f"What would fit: {', or '.join(ways)}."
         if len(ways) == 1:
             text = f"No batch size or length fits. {text}"
@@ -52,13 +54,19 @@ class Nearest:
 
 
 def nearest_fit(
-    needed: Callable[[int, int], int], batch_size: int, max_length: int, budget_bytes: int
+    needed: Callable[[int, int], int],
+    batch_size: int,
+    max_length: int,
+    budget_bytes: int,
+    *,
+    setting: str = "host_memory",
 ) -> Nearest | None:
     """Find what to change so that a run fits.
 
     Args:
         needed: Bytes that a run needs at least, by batch size and length; never less for more of either.
         batch_size, max_length: What is wanted.
+        setting: What the budget is set by.
 
     Returns:
         None if the wanted run fits.
@@ -76,7 +84,7 @@ def nearest_fit(
     size = largest(lambda n: needed(n, max_length) <= budget_bytes, 1, batch_size - 1)
     length = longest(batch_size)
     alone = size is not None or length is not None
-    return Nearest(wanted, budget_bytes, size, length, None if alone else longest(1))
+    return Nearest(wanted, budget_bytes, size, length, None if alone else longest(1), setting)
 
 
 def largest(holds: Callable[[int], bool], low: int, high: int) -> int | None:

@@ -13,6 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ssdtune.errors import CapacityError
+from ssdtune.plan.device_memory import (
+    GRADIENT_SLOTS,
+    DeviceLimits,
+    class_bytes,
+    device_bytes,
+    refusal,
+)
 from ssdtune.units import MIB, format_memory
 
 SOURCE_SCRATCH_BYTES = 32 * MIB
@@ -129,7 +136,7 @@ class ComputeSize:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The choices, and the host memory they take.
+    """The choices, and the memory they take.
 
     Attributes:
         resident: Parts that stay in memory with their states.
@@ -144,6 +151,9 @@ class MemoryPlan:
         inputs_stay: Block inputs stay in memory all the same; the slots are for activations.
         chunk_slots: Slots for pieces of optimizer states of `chunk_bytes` for an fp32 state.
         breakdown: Host bytes by purpose.
+        device_gradient_slots: Gradient slots for blocks on a card; 0 on a CPU, as for the other figures of a device.
+        device_budget_bytes: The most that a run may take of the card.
+        device_breakdown: Bytes of the card by purpose.
     """
 
     resident: frozenset[str]
@@ -160,6 +170,14 @@ class MemoryPlan:
     chunk_bytes: int = CHUNK_BYTES
     budget_bytes: int = 0
     breakdown: dict[str, int] = field(default_factory=dict, hash=False)
+    device_gradient_slots: int = 0
+    device_budget_bytes: int = 0
+    device_breakdown: dict[str, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def device_bytes(self) -> int:
+        """Planned peak of a card's memory, CUDA's own included; 0 on a CPU."""
+        return sum(self.device_breakdown.values())
 
     @property
     def host_bytes(self) -> int:
@@ -186,7 +204,9 @@ class MemoryPlan:
         """Return plain data."""
         sets = ("resident", "deferred", "gradients_on_ssd", "kept", "swapped", "speculative")
         plain = {name: sorted(getattr(self, name)) for name in sets}
-        return {**asdict(self), **plain, "host_bytes": self.host_bytes}
+        return {
+            **asdict(self), **plain, "host_bytes": self.host_bytes, "device_bytes": self.device_bytes,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -230,6 +250,7 @@ class MemoryLimits:
         clipping: Gradients must wait for the global norm.
         activations: Where block inputs wait: "auto", "host" or "ssd".
         recompute: Whether blocks are run again in backward: "auto", "always" or "never".
+        device: What may be taken of a card; None on a CPU, whose memory is the host's.
     """
 
     base_bytes: int
@@ -239,6 +260,7 @@ class MemoryLimits:
     clipping: bool = True
     activations: str = "auto"
     recompute: str = "auto"
+    device: DeviceLimits | None = None
 
 
 def plan_memory(
@@ -297,11 +319,13 @@ class _Planner:
             swapped=every if never and on_ssd else none,
             input_slots=0 if stay else wanted.input_slots,
             chunk_bytes=limits.chunk_bytes or wanted.chunk_bytes, budget_bytes=limits.budget_bytes,
+            device_budget_bytes=limits.device.budget_bytes if limits.device else 0,
         )  # fmt: skip
-        for block_slots, chunk_slots, chunk_bytes in self._slots():
+        for block_slots, chunk_slots, chunk_bytes, gradient_slots in self._slots():
             plan = replace(
-                plan, block_slots=block_slots, chunk_slots=chunk_slots, chunk_bytes=chunk_bytes
-            )
+                plan, block_slots=block_slots, chunk_slots=chunk_slots, chunk_bytes=chunk_bytes,
+                device_gradient_slots=gradient_slots,
+            )  # fmt: skip
             if self._fits(plan):
                 break
         else:
@@ -333,17 +357,22 @@ class _Planner:
     def _may_keep(self) -> bool:
         return self.limits.recompute == "auto" and self.limits.activations != "ssd"
 
-    def _slots(self) -> list[tuple[int, int, int]]:
-        """Return numbers of weight slots and of chunk slots, and bytes of a chunk, the wanted ones first."""
+    def _slots(self) -> list[tuple[int, int, int, int]]:
+        """Return numbers of weight slots and of chunk slots, bytes of a chunk and a card's gradient slots.
+
+        The wanted ones come first.
+        """
         wanted, limits = self.proportions, self.limits
         most = min(wanted.block_slots, max(1, len(self.blocks)))
         chunk = limits.chunk_bytes or wanted.chunk_bytes
         least = limits.chunk_bytes or min(chunk, LEAST_CHUNK_BYTES)
         fewest = min(wanted.chunk_slots, 2)
-        return [
-            (most, wanted.chunk_slots, chunk), (min(most, 2), min(wanted.chunk_slots, 3), chunk),
-            (1, fewest, chunk), (1, fewest, least),
+        two, one = (GRADIENT_SLOTS, 1) if limits.device else (0, 0)
+        found = [
+            (most, wanted.chunk_slots, chunk, two), (min(most, 2), min(wanted.chunk_slots, 3), chunk, two),
+            (min(most, 2), min(wanted.chunk_slots, 3), chunk, one), (1, fewest, chunk, one), (1, fewest, least, one),
         ]  # fmt: skip
+        return list(dict.fromkeys(found))
 
     def _keep(self, plan: MemoryPlan, count: int) -> MemoryPlan:
         """Let the last blocks keep their activations, as many as fit: they hold them for the shortest time."""
@@ -363,7 +392,14 @@ class _Planner:
         cache = self.limits.cache_bytes
         if cache and need["resident states"] > cache:
             return False
-        return sum(need.values()) <= self.limits.budget_bytes
+        return sum(need.values()) <= self.limits.budget_bytes and self._fits_on_device(plan)
+
+    def _fits_on_device(self, plan: MemoryPlan) -> bool:
+        limits = self.limits.device
+        return limits is None or sum(self._device_need(plan).values()) <= limits.budget_bytes
+
+    def _device_need(self, plan: MemoryPlan) -> dict[str, int]:
+        return device_bytes(self.parts, self.compute, plan) if self.limits.device else {}
 
     def _priced(self, plan: MemoryPlan) -> MemoryPlan:
         speculative = frozenset[str]()
@@ -372,11 +408,16 @@ class _Planner:
             trained = (part for part in self.parts if part.trained)
             stays = {part.stage for part in trained if part.name in plan.resident}
             speculative = plan.deferred - stays
-        return replace(plan, speculative=speculative, breakdown=self.need(plan))
+        return replace(
+            plan,
+            speculative=speculative,
+            breakdown=self.need(plan),
+            device_breakdown=self._device_need(plan),
+        )
 
     def need(self, plan: MemoryPlan) -> dict[str, int]:
-        """Return host bytes by purpose."""
-        compute = self.compute
+        """Return host bytes by purpose; what computing needs is on the card if there is one."""
+        compute, on_card = self.compute, self.limits.device is not None
         chunk, chunks = chunk_numel(plan.chunk_bytes, coded=self.coded), []
         for parts in self.alike.values():
             streamed = [part for part in parts if part.name not in plan.resident]
@@ -388,28 +429,34 @@ class _Planner:
         stay = again * compute.num_micro_batches * compute.input_bytes
         slots = plan.input_slots * plan.input_slot_bytes(compute)
         # What comes out of a block whose activations go to SSD stays, and so does its input.
-        slots += len(plan.swapped) * compute.num_micro_batches * compute.input_bytes
-        inputs = slots + (stay if plan.inputs_stay or not plan.input_slots else 0)
+        stay = stay if plan.inputs_stay or not plan.input_slots else 0
+        stay += len(plan.swapped) * compute.num_micro_batches * compute.input_bytes
         return {
             "process": self.limits.base_bytes,
             "reserve": RESERVE_BYTES,
             "reading": SOURCE_SCRATCH_BYTES,
             "optimizer chunks": plan.chunk_slots * max(chunks, default=0),
-            "compute": max(compute.block_bytes, compute.head_bytes)
+            "compute": 0
+            if on_card
+            else max(compute.block_bytes, compute.head_bytes)
             + compute.num_micro_batches * (compute.entry_bytes + 2 * compute.input_bytes),
             "weight slots": weight_slot_bytes(self.parts, plan.resident, plan.block_slots),
             "gradients": self._gradients(plan),
-            "block inputs": inputs,
-            "kept activations": len(plan.kept) * compute.num_micro_batches * compute.kept_bytes,
+            "block inputs": slots + (0 if on_card else stay),
+            "kept activations": 0
+            if on_card
+            else len(plan.kept) * compute.num_micro_batches * compute.kept_bytes,
             "resident states": sum(self.state_bytes[name] for name in plan.resident),
         }
 
     def _gradients(self, plan: MemoryPlan) -> int:
         by_stage, waiting = self.gradient_bytes, plan.gradients_in_memory
         passing = {stage: size for stage, size in by_stage.items() if stage not in waiting}
-        return sum(by_stage[s] for s in waiting) + _class_bytes(passing, plan.gradient_slots)
+        return sum(by_stage[s] for s in waiting) + class_bytes(passing, plan.gradient_slots)
 
     def _refuse(self, plan: MemoryPlan) -> None:
+        if self.limits.device and not self._fits_on_device(plan):
+            raise refusal(self._device_need(plan), self.limits.device)
         need = self.need(plan)
         details = ", ".join(f"{name} {format_memory(size)}" for name, size in need.items() if size)
         raise CapacityError(
@@ -425,10 +472,4 @@ def weight_slot_bytes(parts: Sequence[PartSize], resident: frozenset[str], block
     for part in parts:
         if part.name not in resident:
             by_stage[part.stage] = by_stage.get(part.stage, 0) + part.weight_bytes
-    return _class_bytes(by_stage, block_slots)
-
-
-def _class_bytes(by_stage: dict[str, int], block_slots: int) -> int:
-    blocks = [size for stage, size in by_stage.items() if stage.startswith("block.")]
-    ends = [by_stage.get("embed", 0), by_stage.get("head", 0)]
-    return by_stage.get("outer", 0) + max(ends) + block_slots * max(blocks, default=0)
+    return class_bytes(by_stage, block_slots)

@@ -100,7 +100,8 @@ def saved_elsewhere(
     Args:
         weights: Bytes of the slot that has the block's weights; `weights_later` returns those of the one that has
             them when backward asks.
-        leaving: Where activations go; None leaves them in memory. `activations_later` returns their bytes.
+        leaving: Where activations go, to be waited for by the caller; None leaves them in memory.
+            `activations_later` returns their bytes.
         shared: Storages (`_cdata`) that stay in memory anyway, such as masks.
     """
     base, size = weights.data_ptr(), weights.numel()
@@ -128,5 +129,3 @@ def saved_elsewhere(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-    if leaving:
-        leaving.wait()

@@ -22,7 +22,7 @@ from ssdtune.io.tickets import Tickets
 from ssdtune.model.build import base_name
 from ssdtune.model.layout import ModelLayout, Part, Stage, TensorSpec
 from ssdtune.model.source import WeightSource
-from ssdtune.plan.generate import passing_slot
+from ssdtune.plan.generate import device_gradient_slot, passing_slot
 from ssdtune.plan.residency import ComputeSize, MemoryPlan
 from ssdtune.store.layout import StateSpec, UnitSpec
 from ssdtune.store.store import Store
@@ -86,12 +86,6 @@ class _WeightSlot:
 
 
 @dataclass
-class _GradientSlot:
-    host: torch.Tensor
-    on_device: torch.Tensor
-
-
-@dataclass
 class ResidentPart:
     """A part whose states are all in memory, each a flat tensor [N]."""
 
@@ -147,10 +141,14 @@ class SwapManager:
         self._pins: list[Pin] = []
         self._weights = self._make_weight_slots()
         self._gradients = self._make_gradient_slots()
+        self._device_gradients = self._make_device_gradients()
         size = plan.input_slot_bytes(compute)
         self._inputs = [self._buffer(size, "block inputs") for _ in range(plan.input_slots)]
         self._input_shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._input_places = [device.allocate(size, "block inputs") for _ in self._inputs]
         self._input_uploads: dict[str, Event] = {}
+        self._input_downloads: dict[str, Event] = {}
+        self._input_used: dict[str, Event] = {}
 
     def _buffer(self, num_bytes: int, purpose: str) -> torch.Tensor:
         if num_bytes == 0:
@@ -180,7 +178,7 @@ class SwapManager:
                 slots[slot] = _WeightSlot(host, self.device.allocate(whole, "weight slots"))
         return slots
 
-    def _make_gradient_slots(self) -> dict[str, _GradientSlot]:
+    def _make_gradient_slots(self) -> dict[str, torch.Tensor]:
         sizes: dict[str, int] = {}
         for name, stages in self._stages_by_class().items():
             passing = [s for s in stages if s.name not in self.plan.gradients_in_memory]
@@ -191,12 +189,26 @@ class SwapManager:
         for stage in self.layout.stages.values():
             if stage.name in self.plan.gradients_in_memory:
                 sizes[stage.name] = _gradient_numel(stage)
-        slots = {}
-        for name, numel in sizes.items():
-            host = self._buffer(4 * numel, "gradients").view(torch.float32)
-            place = self.device.allocate(4 * numel, "gradients") if numel else None
-            slots[name] = _GradientSlot(host, host if place is None else place.view(torch.float32))
-        return slots
+        return {
+            name: self._buffer(4 * numel, "gradients").view(torch.float32)
+            for name, numel in sizes.items()
+        }
+
+    def _make_device_gradients(self) -> dict[str, torch.Tensor]:
+        """Return where gradients are summed up on a device with memory of its own; nothing elsewhere."""
+        sizes: dict[str, int] = {}
+        count = self.plan.device_gradient_slots
+        assert count or not self.device.own_memory, "the memory of the device was not planned"
+        for name, stages in self._stages_by_class().items():
+            numel = max(_gradient_numel(stage) for stage in stages)
+            names = [f"block.{i}" for i in range(count)] if name == "block" else [name]
+            sizes |= dict.fromkeys(names if numel else (), numel)
+        places = {
+            name: self.device.allocate(4 * numel, "gradients") for name, numel in sizes.items()
+        }
+        return {
+            name: place.view(torch.float32) for name, place in places.items() if place is not None
+        }
 
     def _streams(self, part: Part) -> bool:
         return part.name not in self.plan.resident
@@ -374,7 +386,9 @@ class SwapManager:
         for name in list(self._weights):
             del self._weights[name]
         self._gradients.clear()
+        self._device_gradients.clear()
         self._inputs.clear()
+        self._input_places.clear()
         for pin in self._pins:
             pin.close()
         self._pins.clear()
@@ -392,11 +406,14 @@ class SwapManager:
 
     def gradient(self, part: Part, slot_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a trained part's gradient in a slot, fp32 [N]: on the host, and where it is summed up."""
-        slot, offset = self._gradients[slot_name], 0
+        host, offset = self._gradients[slot_name], 0
+        on_device = self._device_gradients.get(
+            device_gradient_slot(part.stage, self.plan.device_gradient_slots), host
+        )
         for other in self.layout.stages[part.stage].parts:
             if other is part:
                 end = offset + part.numel
-                return slot.host[offset:end], slot.on_device[offset:end]
+                return host[offset:end], on_device[offset:end]
             offset += other.numel if other.trained else 0
         raise ValueError(f"{part.name} is not a part of {part.stage}")
 
@@ -416,7 +433,7 @@ class SwapManager:
         host = self._input(slot_name)[: flat.numel() * flat.element_size()].view(flat.dtype)
         self._input_shapes[slot_name] = (hidden.shape, hidden.dtype)
         self._wait_for_upload(slot_name)
-        self.device.download(flat, host).wait()
+        self._input_downloads[slot_name] = self.device.download(flat, host)
 
     def leaving(self, slot_name: str) -> Leaving:
         """Return a slot for a block's activations, once its last content has left it."""
@@ -424,12 +441,14 @@ class SwapManager:
         return Leaving(self.device, self._input(slot_name))
 
     def stage_activations(self, slot_name: str, leaving: Leaving) -> None:
-        """Note what a slot holds, once all of it is there."""
+        """Note what a slot will hold, once all of it is there."""
         self._input_shapes[slot_name] = (torch.Size([leaving.used]), torch.uint8)
+        self._input_downloads[slot_name] = leaving
 
     def save_input(self, stage_name: str, micro_batch: int, slot_name: str) -> None:
-        """Write a block input from its slot to SSD. Blocks."""
+        """Write a block input from its slot to SSD, once it is there. Blocks."""
         unit = input_unit(stage_name, micro_batch)
+        self._input_downloads.pop(slot_name).wait()
         self._input_shapes[unit] = self._input_shapes[slot_name]
         self.store.write(unit, "inputs", self._input_view(slot_name, unit)).wait()
 
@@ -441,15 +460,22 @@ class SwapManager:
         self.store.read(unit, "inputs", self._input_view(slot_name, unit)).wait()
 
     def take_input(self, slot_name: str) -> torch.Tensor:
-        """Return a block input on the device, valid until its slot is reused."""
+        """Return a block input on the device, valid until its slot is reused; see `mark_input_used`."""
         shape, dtype = self._input_shapes[slot_name]
         num_bytes = shape.numel() * dtype.itemsize
+        place = self._input_places[_number(slot_name)]
         there, event = self.device.upload(
-            self._input(slot_name)[:num_bytes], self.device.allocate(num_bytes, "block inputs")
+            self._input(slot_name)[:num_bytes],
+            None if place is None else place[:num_bytes],
+            self._input_used.get(slot_name),
         )
         self.device.compute_waits(event)
         self._input_uploads[slot_name] = event
         return there.view(dtype).view(shape)
+
+    def mark_input_used(self, slot_name: str, event: Event) -> None:
+        """Note the last compute that reads a slot's content on the device."""
+        self._input_used[slot_name] = event
 
     def _wait_for_upload(self, slot_name: str) -> None:
         """Wait until the slot's last block input has left it: compute waits for that on the device only."""
@@ -457,12 +483,16 @@ class SwapManager:
             event.wait()
 
     def _input(self, slot_name: str) -> torch.Tensor:
-        return self._inputs[int(slot_name.removeprefix("input."))]
+        return self._inputs[_number(slot_name)]
 
     def _input_view(self, slot_name: str, unit: str) -> memoryview:
         shape, dtype = self._input_shapes[unit]
         num_bytes = aligned_size(shape.numel() * dtype.itemsize)
         return memoryview(self._input(slot_name)[:num_bytes].numpy())
+
+
+def _number(slot_name: str) -> int:
+    return int(slot_name.removeprefix("input."))
 
 
 def read_stored(

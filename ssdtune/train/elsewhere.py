@@ -15,6 +15,7 @@ import torch
 from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.figures import DirectoryProfile
 from ssdtune.hardware.profile import HardwareProfile
+from ssdtune.plan import device_memory
 from ssdtune.store.space import MARGIN_BYTES, Need
 from ssdtune.units import format_disk, format_memory
 
@@ -37,6 +38,30 @@ def host_budget(profile: HardwareProfile) -> int:
             f"{memory_bytes!r}. Correct it, or set host_memory."
         )
     return int(memory_bytes * MEMORY_SHARE)
+
+
+def device_limits(
+    profile: HardwareProfile, wanted: int | None
+) -> device_memory.DeviceLimits | None:
+    """Return the budget of the card that was measured there; None if its CPU was.
+
+    Args:
+        wanted: `memory.gpu_memory`; None for all of the card that CUDA leaves.
+
+    Raises:
+        ConfigError: The profile does not say how much memory the card has.
+    """
+    if not profile.copies:
+        return None
+    card_bytes = profile.machine.get("card_bytes") or wanted
+    if not isinstance(card_bytes, int) or card_bytes <= 0:
+        raise ConfigError(
+            "the hardware profile does not say how much memory the card has (machine.card_bytes). Make it anew, or "
+            "set gpu_memory."
+        )
+    free_bytes = card_bytes - device_memory.CONTEXT_BYTES
+    name = str(profile.machine.get("card") or "the card of that machine")
+    return device_memory.device_limits(free_bytes, wanted, name)
 
 
 def compute_dtype(profile: HardwareProfile, wanted: str) -> torch.dtype:
@@ -120,7 +145,7 @@ def describe(profile: HardwareProfile) -> str:
         str(machine.get("cpu", "")),
         f"{machine['cores']} cores" if machine.get("cores") else "",
         format_memory(memory) if isinstance(memory, int) else "",
-        str(machine.get("cards", "")),
+        str(machine.get("cards") or machine.get("card") or ""),
     ]
     named = ", ".join(fact for fact in facts if fact) or "nothing is said of it"
     return f"planned for another machine: {named}; measured {profile.measured_at}"

@@ -301,6 +301,8 @@ class Engine:
             for used in (stage, OUTER):
                 if used in self._slot_of:
                     self.swap.mark_used(self._slot_of[used], event)
+            if operation.input_slot:
+                self.swap.mark_input_used(operation.input_slot, event)
 
     # Compute lane
 
@@ -538,6 +540,7 @@ def make_step_shape(
         },
         block_slots=plan.block_slots,
         gradient_slots=plan.gradient_slots,
+        device_gradient_slots=plan.device_gradient_slots,
         input_slots=plan.input_slots,
         swapped=plan.swapped,
         inputs_stay=plan.inputs_stay,

@@ -141,7 +141,13 @@ def _prepare(config: Config, there: HardwareProfile | None) -> Prepared:
         return prepare(config, with_rows=with_rows)
     budget = config.memory.host_memory or elsewhere.host_budget(there)
     dtype = elsewhere.compute_dtype(there, config.model.dtype)
-    return prepare(config, with_rows=with_rows, host_budget_bytes=budget, dtype=dtype)
+    return prepare(
+        config,
+        with_rows=with_rows,
+        host_budget_bytes=budget,
+        dtype=dtype,
+        other_device=elsewhere.device_limits(there, config.memory.gpu_memory),
+    )
 
 
 def _cost(

@@ -36,6 +36,7 @@ from ssdtune.model.footprint import kept_bytes
 from ssdtune.model.isolation import refuse_leaking_rows
 from ssdtune.model.layout import ModelLayout
 from ssdtune.model.loss import LOGIT_BYTES
+from ssdtune.plan.device_memory import DeviceLimits, device_limits, tensor_bytes
 from ssdtune.plan.residency import (
     ComputeSize,
     MemoryLimits,
@@ -109,12 +110,14 @@ def prepare(
     with_rows: bool = True,
     host_budget_bytes: int | None = None,
     dtype: torch.dtype | None = None,
+    other_device: DeviceLimits | None = None,
 ) -> Prepared:
     """Open the model, read the rows, and plan the memory.
 
     Args:
         with_rows: Read the rows; without them a config.json is enough of a model, for planning.
-        host_budget_bytes: Memory of the machine that is planned for; by default what this one has.
+        host_budget_bytes: Memory of the machine that is planned for; by default what this one has. Then its card
+            is `other_device`, if it has one.
         dtype: Compute dtype on that machine; by default what the settings and this one give.
 
     Raises:
@@ -122,7 +125,7 @@ def prepare(
         CapacityError: It does not fit into the memory.
     """
     checkpoint = _open_checkpoint(config, weights_needed=with_rows)
-    device = open_device(config.memory.device)
+    device = open_device(config.memory.device, budget_bytes=tensor_bytes(config.memory.gpu_memory))
     dtype = dtype or choose_dtype(config.model.dtype, device)
     if config.memory.compute_threads:
         torch.set_num_threads(config.memory.compute_threads)
@@ -149,6 +152,7 @@ def prepare(
         clipping=config.training.max_grad_norm > 0,
         activations=config.memory.activations,
         recompute=config.memory.recompute,
+        device=other_device if host_budget_bytes else _device_limits(config, device),
     )
     sizes = micro_batch_sizes(config)
     divided = [config_with(config, size) for size in sizes]
@@ -299,6 +303,12 @@ def host_budget(config: Config) -> int:
     return int(available_host_memory().bytes * 0.9) + process_memory().rss_bytes
 
 
+def _device_limits(config: Config, device: Device) -> DeviceLimits | None:
+    if not device.own_memory:
+        return None
+    return device_limits(device.memory().free_bytes, config.memory.gpu_memory, device.name)
+
+
 def precision_of(config: Config) -> Precision:
     """Return which states the settings give trained parts."""
     training = config.training
@@ -376,15 +386,26 @@ def summary_lines(prepared: Prepared, swap_bytes: int, directories: Sequence[Pat
     trained = sum(spec.numel for part in layout.trained_parts for spec in part.tensors)
     streamed = [part.name for part in prepared.parts if part.name not in plan.resident]
     kept = len(prepared.parts) - len(streamed)
+    card = prepared.limits.device
     return [
         f"{prepared.checkpoint.name_or_path}: {prepared.built.model.config.model_type}, "
         f"{format_count(total)} parameters in {layout.num_blocks} blocks, {format_count(trained)} trained, "
-        f"computed in {str(prepared.dtype).removeprefix('torch.')} on {prepared.device.name}",
+        f"computed in {str(prepared.dtype).removeprefix('torch.')} on "
+        f"{card.name if card else prepared.device.name}",
         f"host memory: {format_memory(plan.host_bytes)} planned of {format_memory(plan.budget_bytes)}; "
         f"{len(streamed)} of {len(streamed) + kept} parts streamed, {_gradients_text(plan)}, "
         f"{_activations_text(plan, layout.num_blocks)}",
+        *([_device_text(plan)] if card else []),
         f"swap space: {format_disk(swap_bytes)} in {', '.join(str(d) for d in directories)}",
     ]
+
+
+def _device_text(plan: MemoryPlan) -> str:
+    return (
+        f"GPU memory: {format_memory(plan.device_bytes)} planned of "
+        f"{format_memory(plan.device_budget_bytes)}; slots for the weights of {plan.block_slots} and the gradients of "
+        f"{plan.device_gradient_slots} blocks"
+    )
 
 
 def _gradients_text(plan: MemoryPlan) -> str:

@@ -9,8 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ssdtune.config.schema import Config
+from ssdtune.plan.device_memory import DeviceLimits, device_bytes
 from ssdtune.plan.nearest import Nearest, nearest_fit
-from ssdtune.plan.residency import ComputeSize, MemoryLimits, PartSize, Proportions, plan_memory
+from ssdtune.plan.residency import (
+    ComputeSize,
+    MemoryLimits,
+    MemoryPlan,
+    PartSize,
+    Proportions,
+    plan_memory,
+)
 
 _SMALLEST = Proportions(block_slots=1, chunk_slots=2)
 _ENDLESS_BYTES = 1 << 62
@@ -37,12 +45,24 @@ def nearest_settings(
     streaming = config
     if config.memory.recompute != "never":
         streaming = replace(config, memory=replace(config.memory, host_cache=0))
-    endless = replace(limits, budget_bytes=_ENDLESS_BYTES, cache_bytes=0)
+    device = DeviceLimits(_ENDLESS_BYTES) if limits.device else None
+    endless = replace(limits, budget_bytes=_ENDLESS_BYTES, cache_bytes=0, device=device)
 
-    def needed(batch_size: int, length: int) -> int:
+    def smallest(batch_size: int, length: int) -> tuple[ComputeSize, MemoryPlan]:
         training = replace(streaming.training, per_device_train_batch_size=batch_size)
         compute = compute_size(replace(streaming, training=training), length)
-        return plan_memory(parts, compute, endless, _SMALLEST).host_bytes
+        plan = plan_memory(parts, compute, endless, _SMALLEST)
+        return compute, replace(plan, device_gradient_slots=1) if device else plan
+
+    def on_host(batch_size: int, length: int) -> int:
+        return smallest(batch_size, length)[1].host_bytes
+
+    def on_device(batch_size: int, length: int) -> int:
+        return sum(device_bytes(parts, *smallest(batch_size, length)).values())
 
     batch_size = config.training.per_device_train_batch_size
-    return nearest_fit(needed, batch_size, max_length, limits.budget_bytes)
+    found = nearest_fit(on_host, batch_size, max_length, limits.budget_bytes)
+    if found or not limits.device:
+        return found
+    budget = limits.device.budget_bytes
+    return nearest_fit(on_device, batch_size, max_length, budget, setting="gpu_memory")

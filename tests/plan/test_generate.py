@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 
 import pytest
@@ -268,6 +268,8 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
     device: dict[str, str] = {}
     slot_of: dict[str, str] = {}
     gradient: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    summed: dict[Access, list[tuple[str, int]]] = defaultdict(list)
+    """What a device with memory of its own has of gradients."""
     inputs: dict[str, tuple[str, int]] = {}
     stored: set[tuple[str, int]] = set()
     saved: dict[str, list[tuple[str, int]]] = {}
@@ -292,6 +294,19 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
         def check(good: bool, what: str, op: Operation = op) -> None:
             if not good:
                 wrong.append(f"{op}: {what}")
+
+        def make_room(target: str, one: str, check: Callable[[bool, str], None] = check) -> None:
+            if (one, PREVIOUS) in gradient[target]:
+                all_pieces = set(range(len(shape.stage(one).pieces)))
+                check(updated[one] == all_pieces, "overwrites the previous step's gradient")
+                gradient[target] = []
+            if any(other != one for other, _ in gradient[target]):
+                gone = gradient[target]
+                served = {o for o in updated if o not in pending and updated[o]}
+                served |= {o for o in saved if saved[o] == gone}
+                served -= {o for o in shape.speculative if not guessed[o]}
+                check(served.issuperset(o for o, _ in gone), f"overwrites {gone}")
+                gradient[target] = []
 
         if op.kind in (Kind.ENTRY_FORWARD, Kind.FORWARD, Kind.LOSS, Kind.BACKWARD):
             for one in {stage, OUTER} if op.kind in (Kind.ENTRY_FORWARD, Kind.LOSS) else {stage}:
@@ -339,6 +354,9 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
                 if shape.moves(stage):
                     check(inputs.get(op.input_slot) == (stage, m), "its input is not in the slot")
             case Kind.COLLECT_GRADIENT:
+                for place in _on_device(stage, shape):
+                    make_room(slot, stage)
+                    gradient[slot] = summed[place]
                 collected[stage] = gradient[slot]
                 check(all(one == stage for one, _ in gradient[slot]), f"found {gradient[slot]}")
             case Kind.SAVE_GRADIENT:
@@ -384,17 +402,14 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
             if op.kind != Kind.BACKWARD and OUTER in shape.trained:
                 targets[OUTER] = OUTER
             for target, one in targets.items():
-                all_pieces = set(range(len(shape.stage(one).pieces)))
-                if (one, PREVIOUS) in gradient[target]:
-                    check(updated[one] == all_pieces, "overwrites the previous step's gradient")
-                    gradient[target] = []
-                if any(other != one for other, _ in gradient[target]):
-                    gone = gradient[target]
-                    served = {o for o in updated if o not in pending and updated[o]}
-                    served |= {o for o in saved if saved[o] == gone}
-                    served -= {o for o in shape.speculative if not guessed[o]}
-                    check(served.issuperset(o for o, _ in gone), f"overwrites {gone}")
-                    gradient[target] = []
+                if place := next(iter(_on_device(one, shape)), None):
+                    if any(other != one for other, _ in summed[place]):
+                        left = all(other in collected for other, _ in summed[place])
+                        check(left, f"overwrites {summed[place]} on the device")
+                        summed[place] = []
+                    summed[place] = [*summed[place], (one, m)]
+                    continue
+                make_room(target, one)
                 gradient[target] = [*gradient[target], (one, m)]
     if any(op.kind == Kind.CLIP for op in order):
         back = {op.stage for op in order if op.kind == Kind.BACKWARD}

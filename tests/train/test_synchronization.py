@@ -22,7 +22,7 @@ from ssdtune.swap.activations import Leaving
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import OutOfCoreAdam
 from ssdtune.train.engine import Engine
-from tests.adversarial import ORDERS, use
+from tests.adversarial import ORDERS, AdversarialDevice, use, use_device
 from tests.equality.harness import Streamed, assert_same_bits, stream
 from tests.plan.test_generate import SHAPES, edges, races, without_edge
 from tests.toy import make_checkpoint, make_rows
@@ -89,18 +89,22 @@ def wanted(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def shapes(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, StepShape]:
-    """The shape of a step in each case."""
-    found: dict[str, StepShape] = {}
+def shapes(
+    models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, bool], StepShape]:
+    """The shape of a step in each case, on a device and on the CPU."""
+    found: dict[tuple[str, bool], StepShape] = {}
     folder = tmp_path_factory.mktemp("shapes")
 
     def generate(shape: StepShape) -> Schedule:
-        found[name] = shape
+        found[name, on_cpu] = shape
         raise _ShapeFound
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ssdtune.train.engine.generate_training_step", generate)
-        for number, name in enumerate(CASES):
+    for number, (on_cpu, name) in enumerate(product((False, True), CASES)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ssdtune.train.engine.generate_training_step", generate)
+            if not on_cpu:
+                use_device(patch, AdversarialDevice())
             with pytest.raises(_ShapeFound):
                 _train(models, folder / str(number), name)
     return found
@@ -116,13 +120,19 @@ def _train(models: Path, output_dir: Path, case: str, **more: Any) -> Streamed:
 
 
 def _assert_late_is_soon_enough(
-    models: Path, wanted: dict[str, Streamed], output_dir: Path, case: str, order: str
+    models: Path,
+    wanted: dict[str, Streamed],
+    output_dir: Path,
+    case: str,
+    order: str,
+    *,
+    on_cpu: bool = False,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        device = use(patch, ORDERS[order])
+        device = use(patch, ORDERS[order], on_cpu=on_cpu)
         assert_same_bits(_train(models, output_dir, case), wanted[case])
     assert device.violations == []
-    assert device.num_copies > 10
+    assert on_cpu or device.num_copies > 10
 
 
 PAIRS = [
@@ -199,8 +209,8 @@ WAITS: dict[str, tuple[type, str, str, str]] = {
         "self.device.download(on_device, host, state.computed[stage])",
     ),
     "inputs are downloaded": (
-        SwapManager, "stage_input",
-        "self.device.download(flat, host).wait()", "self.device.download(flat, host)",
+        SwapManager, "save_input",
+        "self._input_downloads.pop(slot_name).wait()", "self._input_downloads.pop(slot_name)",
     ),
     "inputs are written": (
         SwapManager, "save_input",
@@ -213,6 +223,10 @@ WAITS: dict[str, tuple[type, str, str, str]] = {
     "inputs are uploaded before compute": (
         SwapManager, "take_input", "self.device.compute_waits(event)", "pass",
     ),
+    "inputs on the device were used": (
+        SwapManager, "mark_input_used",
+        "self._input_used[slot_name] = event", "self._input_used.setdefault(slot_name, event)",
+    ),
     "activations are downloaded": (Leaving, "wait", "event.wait()", "pass"),
     "inputs have left the slot": (
         SwapManager, "load_input", "self._wait_for_upload(slot_name)", "pass",
@@ -224,8 +238,7 @@ WAITS: dict[str, tuple[type, str, str, str]] = {
     ),
     "states are written": (
         OutOfCoreAdam, "save",
-        "tickets.add(store.write(piece.part.name, name, as_bytes(view), offset=offset))",
-        "store.write(piece.part.name, name, as_bytes(view), offset=offset)",
+        "tickets.add(\n                store.write(", "id(\n                store.write(",
     ),
 }  # fmt: skip
 """Waits in the code: what is waited for; where, and the code without the wait.
@@ -270,7 +283,7 @@ def test_a_wait_left_out_in_the_schedule_is_noticed(
     wanted: dict[str, Streamed],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    shapes: dict[str, StepShape],
+    shapes: dict[tuple[str, bool], StepShape],
     edge: tuple[Kind, Kind],
 ) -> None:
     def generate(shape: StepShape) -> Schedule:
@@ -284,9 +297,10 @@ def test_a_wait_left_out_in_the_schedule_is_noticed(
     monkeypatch.setattr("ssdtune.train.engine.generate_training_step", generate)
     # whoever should wait hurries, or what should be waited for is late
     orders = (f"{_lane_of(edge[1])} first", f"{_lane_of(edge[0])} last")
-    for number, (case, order) in enumerate(product(racing, orders)):
+    for number, ((case, on_cpu), order) in enumerate(product(racing, orders)):
+        folder = tmp_path / str(number)
         try:
-            _assert_late_is_soon_enough(models, wanted, tmp_path / str(number), case, order)
+            _assert_late_is_soon_enough(models, wanted, folder, case, order, on_cpu=on_cpu)
         except Exception as error:
             assert not isinstance(error, (NameError, TypeError, AttributeError, SyntaxError))
             return
