@@ -75,6 +75,11 @@ class Estimate:
             ]
         )
 
+    def save_text(self, seconds: float) -> str:
+        """Say how long a checkpoint takes, one line for people."""
+        moved = f"{format_disk(self.save.read_bytes)} read, {format_disk(self.save.written_bytes)} written"
+        return f"save      {format_time(seconds)} for a checkpoint: {moved}"
+
     def _per_parameter(self) -> str:
         if self.frozen_bytes or not self.trained_parameters:
             return ""

@@ -18,6 +18,7 @@ from ssdtune.hardware.striped import measured_places
 from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan
 from ssdtune.plan.search import LEAST_GAIN, Found, search
 from ssdtune.plan.times import ComputeTimes
+from ssdtune.report.answer import gain_line
 from ssdtune.train.disk import swap_directories
 from ssdtune.train.forecast import Forecast, Forecaster, model_shape, training_shape
 from ssdtune.train.prepare import (
@@ -60,13 +61,7 @@ class Chosen:
 
     def text(self) -> str:
         """Return one line for people."""
-        faster = [c for c in self.changes if c.speedup > 1.02]
-        parts = [f"{change.name} {change.speedup:.2f} times" for change in faster]
-        if not parts:
-            return (
-                "faster    nothing tried would be: another drive, twice the memory, a larger batch"
-            )
-        return f"faster    tokens/s with {', '.join(parts)}"
+        return gain_line({change.name: change.speedup for change in self.changes})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -172,6 +167,10 @@ def rates_for(prepared: Prepared, profile: HardwareProfile) -> Rates:
 def _changes(prepared: Prepared, forecaster: Forecaster, found: Found) -> list[Change]:
     hardware, ledger, plan = forecaster.hardware, forecaster.ledger, found.plan
     drives = replace(hardware, num_drives=2 * hardware.num_drives)
+    quicker = replace(hardware, flop_per_s=2 * hardware.flop_per_s)
+    times = ledger.times and replace(
+        ledger.times, seconds={name: s / 2 for name, s in ledger.times.seconds.items()}
+    )
     kept = ledger.training.activation_bytes
     training = replace(
         ledger.training,
@@ -193,6 +192,9 @@ def _changes(prepared: Prepared, forecaster: Forecaster, found: Found) -> list[C
         return result.step_s
 
     results = {
+        "computing twice as fast": forecaster.step_s(
+            plan, hardware=quicker, ledger=replace(ledger, times=times)
+        ),
         "twice the drives": forecaster.step_s(plan, hardware=drives),
         "twice the host_memory": best(prepared.compute, limits, forecaster.step_s),
         "twice the gradient_accumulation_steps": best(

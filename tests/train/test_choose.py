@@ -227,14 +227,15 @@ def test_what_would_make_it_faster(config: Any) -> None:
     slow_drives, slow_block = (machine(drives=1e6), machine(block=((1, 1e6),)))
     names = {f"twice the {x}" for x in ("drives", "host_memory", "gradient_accumulation_steps")}
     by_drives, by_compute = speedups(prepared, slow_drives), speedups(prepared, slow_block)
-    assert set(by_drives) == set(by_compute) == names
+    assert set(by_drives) == set(by_compute) == {*names, "computing twice as fast"}
     assert by_drives["twice the drives"] == pytest.approx(2, rel=0.1)
     assert by_drives["twice the gradient_accumulation_steps"] == pytest.approx(2, rel=0.1)
-    assert all(speedup == pytest.approx(1, abs=0.02) for speedup in by_compute.values())
+    assert by_compute["computing twice as fast"] == pytest.approx(2, rel=0.02)
+    assert all(by_compute[name] == pytest.approx(1, abs=0.02) for name in names)
     text = choose(prepared, slow_drives).text()
-    assert "twice the drives 2.00 times" in text or "twice the drives 1.9" in text
-    assert "twice the host_memory" not in text  # host_cache is 0
-    assert "nothing tried" in choose(prepared, slow_block).text()
+    assert "twice the drives" in text.partition("no more")[0]
+    assert "twice the host_memory" in text.partition("no more")[2]  # host_cache is 0
+    assert "drives" not in choose(prepared, slow_block).text().partition("no more")[0]
 
 
 def test_a_plan_for_slow_drives_keeps_what_it_can(config: Any) -> None:
@@ -268,7 +269,7 @@ def run(config: Config) -> tuple[ssdtune.Result, str]:
 def test_a_measured_machine_forecasts_corrects_and_compares(config: Any, tmp_path: Path) -> None:
     keep(machine(drives=1e15, block=((1, 1e15),)))
     result, said = run(config(max_steps=6, train_batch_size=4))
-    assert "expected  " in said and "per step (" in said and "faster    " in said
+    assert "time      " in said and "tokens/s" in said and "faster    " in said
     assert "steps now take" in said  # nothing is as fast as that
     assert "waited for:" in said and "the busiest lane" in said
     assert "steps took" in said and "times that)" in said
