@@ -6,21 +6,36 @@ for time, and `ssdtune.train.elsewhere` for a machine that is not this one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ssdtune.config.schema import Config
-from ssdtune.errors import CapacityError
+from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.profile import HardwareProfile
-from ssdtune.plan.estimate import Estimate, RunCost, run_cost
+from ssdtune.plan.estimate import Estimate, RunCost, run_cost, save_s
 from ssdtune.plan.residency import MemoryPlan
+from ssdtune.report.answer import step_line
 from ssdtune.train import elsewhere
 from ssdtune.train.choose import Chosen, choose
-from ssdtune.train.disk import plan_disk
-from ssdtune.train.forecast import Forecast
+from ssdtune.train.disk import output_folder, plan_disk, swap_directories
+from ssdtune.train.forecast import Forecast, training_shape
 from ssdtune.train.prepare import Prepared, prepare, summary_lines
 from ssdtune.train.rehearsed import times_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step learns.
+
+    Attributes:
+        sequences: Rows of a micro-batch.
+        micro_batches: Micro-batches of a step.
+        tokens: Of a whole step, padding apart; with rows the mean.
+    """
+
+    sequences: int
+    micro_batches: int
+    tokens: float
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,9 @@ class RunPlan:
         wear_warning: Set if the run takes more of the drives' life than `io.wear_warning` allows.
         chosen: How long a step takes, and what would make it faster; None without a hardware profile.
         cost: Of the whole run; None if its length is not known.
+        step: What a step learns; None if the memory is too small for any plan.
+        save_s: Seconds that a checkpoint takes; None without measured rates.
+        no_time: Why no time is given; empty if it is.
     """
 
     problems: tuple[str, ...]
@@ -43,6 +61,9 @@ class RunPlan:
     wear_warning: str | None = None
     chosen: Chosen | None = None
     cost: RunCost | None = None
+    step: Step | None = None
+    save_s: float | None = None
+    no_time: str = ""
 
     @property
     def forecast(self) -> Forecast | None:
@@ -65,6 +86,9 @@ class RunPlan:
             "forecast": self.forecast.to_dict() if self.forecast else None,
             "search": self.chosen.to_dict() if self.chosen else None,
             "run": self.cost.to_dict() if self.cost else None,
+            "step": asdict(self.step) if self.step else None,
+            "save_s": self.save_s,
+            "no_time": self.no_time,
         }
 
     def text(self) -> str:
@@ -72,10 +96,9 @@ class RunPlan:
         lines = list(self.summary)
         if self.estimate:
             lines.append(self.estimate.text())
-        if self.chosen:
-            lines += [self.chosen.forecast.text(), self.chosen.text()]
-        elif self.memory:
-            lines.append("expected  no time without measured rates: run ssdtune profile DIR once")
+        if self.step:
+            lines.append(step_line(self.step.sequences, self.step.micro_batches, self.step.tokens))
+        lines += self._times()
         if self.cost:
             lines.append(self.cost.text())
         if self.wear_warning:
@@ -84,6 +107,16 @@ class RunPlan:
             ["It fits."] if self.fits else [f"It does not fit: {text}" for text in self.problems]
         )
         return "\n".join([*lines, *verdict])
+
+    def _times(self) -> list[str]:
+        if self.no_time:
+            return [f"time      not known: {self.no_time}"]
+        if not self.chosen:
+            return []
+        lines = [self.chosen.forecast.text(), self.chosen.text()]
+        if self.save_s is not None and self.estimate:
+            lines.append(self.estimate.save_text(self.save_s))
+        return lines
 
 
 def plan(
@@ -97,21 +130,31 @@ def plan(
             host_memory is set), dtypes, directories and free space take the place of this machine's.
 
     Raises:
-        ConfigError: Something about the input is wrong.
+        ConfigError: Something about the input is wrong, or the profile of another machine lacks a figure.
         ValueError: Another machine without a profile.
     """
     there = hardware if other_machine else None
     if other_machine and there is None:
         raise ValueError("other_machine needs the profile of that machine")
     summary = [elsewhere.describe(there)] if there else []
+    places = elsewhere.swap_places(there, config.io.swap_dirs) if there else []
+    if places:
+        names = [place.path for place in places]
+        config = replace(config, io=replace(config.io, swap_dirs=names))
     try:
         prepared = _prepare(config, there)
     except CapacityError as error:
         return RunPlan((str(error),), tuple(summary))
     times = times_of if not other_machine else None
-    chosen = choose(prepared, hardware, times_of=times) if hardware else None
+    chosen, no_time = None, "this machine was not measured; run ssdtune profile DIR once"
+    if hardware:
+        try:
+            chosen, no_time = choose(prepared, hardware, times_of=times), ""
+        except ConfigError as error:
+            if there:
+                raise
+            no_time = str(error)
     prepared = chosen.prepared if chosen else prepared
-    places = elsewhere.swap_places(there, config.io.swap_dirs) if there else ()
     disk = plan_disk(prepared, output_folder(config), places=places)
     problems: tuple[str, ...] = ()
     try:
@@ -124,6 +167,9 @@ def plan(
             "no train_file: the figures are those of rows as long as max_length, and of "
             + (f"{config.training.max_steps} steps" if config.training.max_steps else "one step")
         )
+    training, shape = prepared.config.training, training_shape(prepared)
+    rates = hardware.rates(directories=swap_directories(config)) if hardware and chosen else None
+    io = (rates.read_bytes_per_s, rates.write_bytes_per_s) if rates else (0.0, 0.0)
     return RunPlan(
         problems,
         tuple(summary),
@@ -131,7 +177,10 @@ def plan(
         disk.estimate,
         disk.wear_warning(config),
         chosen,
-        _cost(prepared, disk.estimate, hardware, chosen),
+        _cost(prepared, disk.estimate, io, chosen),
+        Step(training.per_device_train_batch_size, shape.micro_batches, shape.tokens),
+        save_s(disk.estimate.save, *io) if rates else None,
+        no_time,
     )
 
 
@@ -153,19 +202,18 @@ def _prepare(config: Config, there: HardwareProfile | None) -> Prepared:
 def _cost(
     prepared: Prepared,
     estimate: Estimate,
-    hardware: HardwareProfile | None,
+    io_bytes_per_s: tuple[float, float],
     chosen: Chosen | None,
 ) -> RunCost | None:
     tokens = run_tokens(prepared)
     if tokens is None:
         return None
-    rates = hardware.rates() if hardware else None
     return run_cost(
         estimate,
         tokens,
         step_s=chosen.forecast.step_s if chosen else None,
-        read_bytes_per_s=rates.read_bytes_per_s if rates else 0.0,
-        write_bytes_per_s=rates.write_bytes_per_s if rates else 0.0,
+        read_bytes_per_s=io_bytes_per_s[0],
+        write_bytes_per_s=io_bytes_per_s[1],
     )
 
 
@@ -178,8 +226,3 @@ def run_tokens(prepared: Prepared) -> int | None:
         return None
     sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
     return training.max_steps * sequences * prepared.max_length
-
-
-def output_folder(config: Config) -> Path:
-    """Return the absolute output folder; the current one if none is named."""
-    return Path(config.training.output_dir or ".").expanduser().absolute()
