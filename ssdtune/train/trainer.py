@@ -178,6 +178,7 @@ class Trainer:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "clip_scale": result.clip_scale,
+            "speculated": result.speculated,
             "learning_rate": rate,
             "learned_tokens": result.learned_tokens,
             "tokens": tokens,
