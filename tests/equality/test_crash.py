@@ -15,8 +15,12 @@ from tests.toy import make_checkpoint, make_rows
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_grad_norm": 2.5, "shuffle": True}, {"method": "lora", "lora_dropout": 0.1}],
-    ids=["full", "lora"],
+    [
+        {"max_grad_norm": 2.5, "shuffle": True},
+        {"method": "lora", "lora_dropout": 0.1},
+        {"max_grad_norm": 2.5, "clipping": "speculative"},
+    ],
+    ids=["full", "lora", "speculative"],
 )
 def test_kill_at_random_instants(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Killed again and again, each time after some more bytes; at the end nothing differs."""
