@@ -241,7 +241,8 @@ class IoConfig:
     )
     wear_budget_terabytes: float | None = setting(
         None,
-        "refuse a run that would write more than this to the drives, all its steps together",
+        "the most that all steps together may write to the drives: plans that keep it are preferred, and where "
+        "none does the run is refused",
         unit="TB",
         low=0,
     )

@@ -176,8 +176,8 @@ class Wear:
 
 
 _REMEDIES = (
-    "Larger batches (gradient_accumulation_steps) write less per token, more host_cache less per step; "
-    "method: lora writes next to nothing"
+    "Larger batches (gradient_accumulation_steps) write less per token, more host_memory less per step; "
+    "method: lora with activations: host writes only what it saves"
 )
 
 

@@ -19,13 +19,16 @@ from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan
 from ssdtune.plan.search import LEAST_GAIN, Found, search
 from ssdtune.plan.times import ComputeTimes
 from ssdtune.report.answer import gain_line
-from ssdtune.train.disk import swap_directories
+from ssdtune.train.disk import swap_directories, wear_budget_bytes, written_bytes
 from ssdtune.train.forecast import Forecast, Forecaster, model_shape, training_shape
 from ssdtune.train.prepare import (
     Prepared,
     usual_proportions,
     with_micro_batches,
 )
+
+BEYOND_BUDGET_S = 1e9
+"""What a plan is charged that writes more than the wear budget: more than any step takes."""
 
 StepTime = Callable[[MemoryPlan], float]
 TimesOf = Callable[[Prepared, HardwareProfile], ComputeTimes | None]
@@ -87,13 +90,31 @@ def choose(
     prepared = _divide(prepared, profile, times_of)
     forecaster = _forecaster(prepared, profile, times_of)
     usual = usual_proportions(prepared.config)
-    found = search(
-        prepared.parts, prepared.compute, prepared.limits, forecaster.step_s, usual=usual
-    )
+    step_s = within_wear(prepared, forecaster.step_s)
+    found = search(prepared.parts, prepared.compute, prepared.limits, step_s, usual=usual)
+    if step_s != forecaster.step_s:  # without what plans were charged for their writing
+        found = replace(
+            found,
+            step_s=forecaster.step_s(found.plan),
+            usual_s=forecaster.step_s(prepared.memory),
+        )
     better = replace(prepared, memory=found.plan)
     return Chosen(
         better, forecaster.forecast(found.plan), found, tuple(_changes(better, forecaster, found))
     )
+
+
+def within_wear(prepared: Prepared, step_s: StepTime) -> StepTime:
+    """Return the time of a step under a plan, so that plans beyond the wear budget come after all that keep it."""
+    budget_bytes = wear_budget_bytes(prepared.config)
+    if budget_bytes is None:
+        return step_s
+
+    def seconds(plan: MemoryPlan) -> float:
+        share = written_bytes(replace(prepared, memory=plan)) / max(budget_bytes, 1)
+        return step_s(plan) + (BEYOND_BUDGET_S * share if share > 1 else 0.0)
+
+    return seconds
 
 
 def tuned(config: Config, profile: HardwareProfile | None) -> Config:
@@ -183,9 +204,10 @@ def _changes(prepared: Prepared, forecaster: Forecaster, found: Found) -> list[C
     limits = replace(prepared.limits, budget_bytes=2 * prepared.limits.budget_bytes)
 
     def best(compute: ComputeSize, limits: MemoryLimits, step_s: StepTime) -> float | None:
+        kept = within_wear(replace(prepared, compute=compute), step_s)
         try:
             result = search(
-                prepared.parts, compute, limits, step_s, usual=found.proportions, most_steps=12
+                prepared.parts, compute, limits, kept, usual=found.proportions, most_steps=12
             )
         except CapacityError:
             return None

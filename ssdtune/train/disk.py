@@ -15,7 +15,7 @@ from ssdtune.errors import CapacityError
 from ssdtune.hardware.figures import DirectoryProfile, DriveFacts
 from ssdtune.hardware.place import drives_of, existing_parent
 from ssdtune.io.buffers import aligned_size
-from ssdtune.plan.budget import RunShape
+from ssdtune.plan.budget import RunShape, run_written_bytes
 from ssdtune.plan.estimate import Estimate, estimate
 from ssdtune.plan.wear import DriveLife, Rating, rate_drives
 from ssdtune.store.claim import space_needs
@@ -118,9 +118,20 @@ def plan_disk(
         shape,
         prepared.memory.resident,
         rating=_rating(config, drives, len(directories)),
-        wear_budget_bytes=_terabytes(config.io.wear_budget_terabytes),
+        wear_budget_bytes=wear_budget_bytes(config),
     )
     return DiskPlan(units, directories, copies, layout, needs, figures, tuple(places))
+
+
+def written_bytes(prepared: Prepared) -> int:
+    """Return what a run writes, on all drives together."""
+    shape = _run_shape(prepared, resumed=False)
+    return run_written_bytes(prepared.parts, shape, prepared.memory.resident)
+
+
+def wear_budget_bytes(config: Config) -> int | None:
+    """Return the most that a run may write; None for no limit."""
+    return _terabytes(config.io.wear_budget_terabytes)
 
 
 def swap_directories(config: Config, output_dir: Path | None = None) -> list[Path]:

@@ -83,7 +83,7 @@ def test_the_budget_is_refused_with_numbers_and_ways_to_keep_it() -> None:
         "the run would write 1.00 TB, io.wear_budget_terabytes allows 1.00 TB: 10.0 GB in each step and 3.00 GB "
         "besides. Raise it, or write less: up to 99 of its 100 steps (max_steps) keep it; larger batches "
     )
-    assert text.endswith("method: lora writes next to nothing.")
+    assert text.endswith("with activations: host writes only what it saves.")
     for small in (0, 10**9, 12 * 10**9):
         assert "steps (max_steps)" not in (problem(small) or "")
     assert "up to 1 of its 100 steps" in (problem(13 * 10**9) or "")

@@ -27,7 +27,8 @@ from ssdtune.hardware.known import profile_path
 from ssdtune.hardware.machine import machine_id
 from ssdtune.hardware.profile import HardwareProfile, save
 from ssdtune.report.progress import Progress
-from ssdtune.train.choose import choose, rates_for, tuned
+from ssdtune.train.choose import choose, rates_for, tuned, within_wear
+from ssdtune.train.disk import written_bytes
 from ssdtune.train.prepare import Prepared, micro_batch_sizes, prepare, with_micro_batches
 from ssdtune.units import MIB
 from tests.toy import make_checkpoint, make_rows
@@ -236,6 +237,21 @@ def test_what_would_make_it_faster(config: Any) -> None:
     assert "twice the drives" in text.partition("no more")[0]
     assert "twice the host_memory" in text.partition("no more")[2]  # host_cache is 0
     assert "drives" not in choose(prepared, slow_block).text().partition("no more")[0]
+
+
+def test_plans_beyond_the_wear_budget_come_last(config: Any) -> None:
+    free = prepare(config())
+    much = written_bytes(free)
+    assert within_wear(free, len) is len  # type: ignore[arg-type]
+    for share, kept in ((1.0, True), (0.9, False)):
+        prepared = prepare(config(wear_budget_terabytes=share * 1e-12 * much))
+        seconds = within_wear(prepared, lambda plan: 2.0)
+        assert (seconds(prepared.memory) == 2.0) is kept
+        # Of two plans beyond it, the one that writes less is better; one that keeps it is better than both.
+        everything = frozenset(part.name for part in prepared.parts)
+        assert seconds(replace(prepared.memory, resident=everything)) <= seconds(prepared.memory)
+        chosen = choose(prepared, machine())
+        assert chosen.found.step_s < 1e6 and chosen.found.usual_s < 1e6
 
 
 def test_a_plan_for_slow_drives_keeps_what_it_can(config: Any) -> None:
