@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ssdtune.device.allocations import Allocations
 from ssdtune.device.base import Capabilities, DeviceMemory, Event, Pin
 from ssdtune.device.cpu import CpuDevice
 from ssdtune.errors import SsdtuneError
@@ -215,11 +216,14 @@ class AdversarialDevice:
         violations: What went wrong without changing a number.
         num_copies: Copies that were asked for, to see that the device was used.
         known: Operations of compute up to this tick are over, as far as whoever asks for copies now can know.
+        taken: The most that was allocated for each purpose.
+        free_bytes: What it says is free.
     """
 
     name = "adversarial"
     torch_device = torch.device("cpu")
     own_memory = True
+    free_bytes = 1 << 40
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -228,6 +232,8 @@ class AdversarialDevice:
         self.violations: list[str] = []
         self.num_copies = 0
         self.known = 0
+        self.allocations = Allocations()
+        self.taken: dict[str, int] = {}
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Take all."""
@@ -238,12 +244,16 @@ class AdversarialDevice:
         return CpuDevice().capabilities()
 
     def memory(self) -> DeviceMemory:
-        """Return the host's figures."""
-        return CpuDevice().memory()
+        """Return what is free, and what was allocated."""
+        held = self.allocations.by_purpose()
+        return DeviceMemory(self.free_bytes, self.free_bytes, 0, sum(held.values()), held)
 
     def allocate(self, num_bytes: int, purpose: str = "buffers") -> torch.Tensor | None:
         """Return poison, which compute that was issued before may still use."""
         memory = torch.full((num_bytes,), POISON, dtype=torch.uint8)
+        self.allocations.add(memory, purpose)
+        for name, held in self.allocations.by_purpose().items():
+            self.taken[name] = max(self.taken.get(name, 0), held)
         self.accesses.forget(memory)
         self.accesses.note(memory, is_written=True)
         return memory

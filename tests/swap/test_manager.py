@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ssdtune.config.schema import LoraSettings
+from ssdtune.device.base import Device
 from ssdtune.device.cpu import CpuDevice
 from ssdtune.io.buffers import BufferPool
 from ssdtune.model.blocks import BlockModel
@@ -17,6 +18,7 @@ from ssdtune.model.build import build_model
 from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.layout import ModelLayout
 from ssdtune.optim.adamw import join_master, split_master
+from ssdtune.plan.device_memory import DeviceLimits, slot_bytes
 from ssdtune.plan.residency import (
     ComputeSize,
     MemoryLimits,
@@ -29,6 +31,7 @@ from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.states import Precision
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
 from ssdtune.train.prepare import part_sizes
+from tests.adversarial import AdversarialDevice
 from tests.toy import make_checkpoint
 
 INPUT_BYTES = 4096 * 3
@@ -64,12 +67,15 @@ def make(
 
 
 def make_with(
-    layout: ModelLayout, plan: MemoryPlan, precision: Precision = EXACT
+    layout: ModelLayout,
+    plan: MemoryPlan,
+    precision: Precision = EXACT,
+    device: Device | None = None,
 ) -> tuple[SwapManager, BufferPool]:
     pool = BufferPool()
     swap = SwapManager(
         layout, plan, source=None, initial={}, split=split_master, join=join_master,  # type: ignore[arg-type]
-        store=SimpleNamespace(check_bytes=4096), device=CpuDevice(), pool=pool, compute=COMPUTE, precision=precision,  # type: ignore[arg-type]
+        store=SimpleNamespace(check_bytes=4096), device=device or CpuDevice(), pool=pool, compute=COMPUTE, precision=precision,  # type: ignore[arg-type]
     )  # fmt: skip
     return swap, pool
 
@@ -115,6 +121,43 @@ def assert_takes_what_was_planned(swap: SwapManager, pool: BufferPool) -> None:
     swap.free_slots()
     pool.trim()
     assert pool.allocated_bytes == chunks
+
+
+@pytest.mark.parametrize("options", [*CASES, {"swapped_blocks": 2}, {"block_slots": 1}], ids=str)
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_device_gives_what_was_planned(
+    layout: ModelLayout, options: dict[str, Any], is_short: bool
+) -> None:
+    options = {
+        "cache_bytes": None,
+        "precision": EXACT,
+        "block_slots": 3,
+        "swapped_blocks": 0,
+    } | options
+    precision = options.pop("precision")
+    proportions = Proportions(
+        block_slots=options.pop("block_slots"), swapped_blocks=options.pop("swapped_blocks")
+    )
+    sizes = part_sizes(layout, precision)
+
+    def planned(budget_bytes: int) -> MemoryPlan:
+        limits = MemoryLimits(
+            base_bytes=0, budget_bytes=1 << 40, chunk_bytes=8192, device=DeviceLimits(budget_bytes),
+            **options,
+        )  # fmt: skip
+        return plan_memory(sizes, COMPUTE, limits, proportions)
+
+    plan = planned(1 << 40)
+    if is_short:
+        plan = planned(plan.device_bytes - 1)
+    device = AdversarialDevice()
+    swap, pool = make_with(layout, plan, precision, device)
+    planned_slots = {name: size for name, size in slot_bytes(sizes, COMPUTE, plan).items() if size}
+    assert device.memory().by_purpose == planned_slots
+    assert swap.plan.device_breakdown["weight slots"] == planned_slots["weight slots"]
+    swap.free_slots()
+    pool.trim()
+    assert device.memory().by_purpose == {}
 
 
 @pytest.mark.parametrize("gradients", ["host", "ssd", "some on ssd", "overlap"])
