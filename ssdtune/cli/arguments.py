@@ -107,7 +107,9 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "(default: this machine, at the rates of its profile if ssdtune profile has run)",
     )
     plan.add_argument(
-        "--timeline", metavar="FILE.svg", help="draw the simulated step, lane by lane"
+        "--timeline",
+        metavar="FILE",
+        help="draw the simulated step, lane by lane: a .svg or .html file",
     )
     add_settings(plan)
     data = command("data", "show how rows become tokens and labels", "[MODEL] [--config FILE]")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from ssdtune import api
 from ssdtune.cli.arguments import settings_from
@@ -39,20 +38,22 @@ def finetune(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> int:
     """Print what a run needs; exit code 3 if it does not fit."""
     from ssdtune.hardware.known import known
+    from ssdtune.report import timeline
 
     config = settings_from(args)
     require(config, train_file=False, output_dir=False)
+    picture = timeline.picture_path(args.timeline) if args.timeline else None
     result = api.plan(
         config,
         hardware=known(args.hardware),
         other_machine=args.hardware is not None,
     )
-    if args.timeline:
+    if picture:
         if result.forecast is None:
             raise ConfigError(
-                "--timeline needs a plan that fits into memory and measured rates: run ssdtune profile DIR once"
+                f"--timeline needs a step to draw, but there is none: {'; '.join(result.problems) or result.no_time}"
             )
-        Path(args.timeline).expanduser().write_text(result.forecast.picture(), encoding="utf-8")
+        timeline.save(picture, result.forecast.picture(), result.text())
     if args.json:
         print_json(result.to_dict())
     else:

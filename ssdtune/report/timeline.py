@@ -1,6 +1,7 @@
 """Draw what each lane did when, as an SVG picture: of a simulated step or of one that ran.
 
-Plain text out, no library needed; any browser shows it, and hovering names an operation.
+Plain text out, no library needed; any browser shows it, and hovering names an operation. `save` writes it as .svg, or
+within a page as .html.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
+from ssdtune.errors import ConfigError, StorageError
 from ssdtune.plan.schedule import Lane, Operation
 from ssdtune.units import format_time
 
@@ -16,7 +19,7 @@ COLOURS = {
     "load": "#4e79a7", "upload": "#86bcb6", "entry-forward": "#8cd17d", "forward": "#59a14f",
     "loss": "#b6992d", "backward": "#499894", "entry-backward": "#79706e", "save-input": "#d4a6c8",
     "load-input": "#b07aa1", "collect-gradient": "#fabfd2", "save-gradient": "#ff9d9a",
-    "clip": "#000000", "update": "#e15759",
+    "clip": "#000000", "update": "#e15759", "load-states": "#f28e2b", "save-states": "#edc948",
 }  # fmt: skip
 """One colour for each kind of operation."""
 
@@ -39,8 +42,53 @@ class Bar:
     def of(cls, operation: Operation, begin_s: float, end_s: float) -> Bar:
         """Return the bar of a schedule's operation."""
         micro_batch = f", micro-batch {operation.micro_batch}" if operation.micro_batch >= 0 else ""
-        label = f"{operation.kind.value} {operation.stage}{micro_batch}"
+        piece = f", piece {operation.piece}" if operation.piece >= 0 else ""
+        label = f"{operation.kind.value} {operation.stage}{micro_batch}{piece}"
         return cls(operation.lane.value, operation.kind.value, label, begin_s, end_s)
+
+
+def picture_path(name: str) -> Path:
+    """Return the path of a picture to be written.
+
+    Raises:
+        ConfigError: It is no kind of picture that can be drawn, or its folder does not exist.
+    """
+    path = Path(name).expanduser()
+    if path.suffix.lower() not in (".svg", ".html", ".htm"):
+        raise ConfigError(
+            f"--timeline {name}: the picture can be drawn as .svg or .html, not as "
+            f"{path.suffix or 'a file without an ending'}; browsers show both. Name a file such as "
+            f"{path.with_suffix('.svg').name}"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"--timeline {name}: the folder {path.parent} does not exist. Create it first."
+        )
+    if path.is_dir():
+        raise ConfigError(f"--timeline {name} is a folder. Name a file in it.")
+    return path
+
+
+def save(path: Path, picture: str, text: str) -> None:
+    """Write a picture, by its ending as SVG or as a page.
+
+    Args:
+        picture: What `draw` returned.
+        text: What the page says below it.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    if path.suffix.lower() != ".svg":
+        picture = (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>ssdtune plan</title></head>\n'
+            f'<body style="font-family: sans-serif">\n{picture}'
+            f'<pre style="white-space: pre-wrap">{escape(text)}</pre>\n</body></html>\n'
+        )
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise StorageError("write", path, errno=error.errno or 0) from error
 
 
 def draw(bars: Sequence[Bar], title: str) -> str:

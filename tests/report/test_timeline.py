@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
+import pytest
+
+from ssdtune.errors import ConfigError, StorageError
 from ssdtune.plan.schedule import Kind, Lane, Operation
-from ssdtune.report.timeline import Bar, draw
+from ssdtune.report.timeline import Bar, draw, picture_path, save
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -34,3 +38,33 @@ def test_every_operation_is_drawn_in_proportion() -> None:
 
 def test_an_empty_step_is_a_picture_too() -> None:
     assert ElementTree.fromstring(draw([], "nothing")).tag == f"{SVG}svg"
+
+
+def test_a_picture_is_a_page_where_its_name_says_so(tmp_path: Path) -> None:
+    picture = draw([], "nothing")
+    for name in ("step.svg", "step.html", "step.HTM"):
+        save(picture_path(str(tmp_path / name)), picture, "1 < 2")
+    assert (tmp_path / "step.svg").read_text() == picture
+    for name in ("step.html", "step.HTM"):
+        page = (tmp_path / name).read_text()
+        assert page.startswith("<!DOCTYPE html>") and picture in page and "1 &lt; 2" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("step.png", r"as \.svg or \.html, not as \.png; .* such as step\.svg"),
+        ("step", "not as a file without an ending"),
+        ("missing/step.svg", "missing does not exist"),
+        ("folder.svg", "is a folder"),
+    ],
+)
+def test_where_no_picture_can_be_written(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "folder.svg").mkdir()
+    with pytest.raises(ConfigError, match=message):
+        picture_path(str(tmp_path / name))
+
+
+def test_a_full_drive_is_told() -> None:
+    with pytest.raises(StorageError, match="write of /dev/full failed, no space left on device"):
+        save(Path("/dev/full"), "<svg/>", "")
