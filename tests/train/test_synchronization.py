@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all on ssd": ("untied", {}),
     "two blocks": ("short", {}),
     "two blocks, overlapped": ("short", {"max_grad_norm": 0.0}),
+    "speculative, then clipped": ("untied", {"clipping": "speculative"}),
+    "speculative": ("short", {"clipping": "speculative", "max_grad_norm": 1e9, "host_cache": 1}),
     "some in memory": ("tied", {"host_cache": 40_000, "activations": "ssd"}),
     "activations kept": ("untied", {"host_cache": 1}),
     "activations kept, overlapped": ("short", {"host_cache": 1, "max_grad_norm": 0.0}),
