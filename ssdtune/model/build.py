@@ -66,6 +66,7 @@ def build_model(
     trust_remote_code: bool = False,
     lora: LoraSettings | None = None,
     adapter: Path | None = None,
+    adapter_dtype: torch.dtype = torch.float32,
     seed: int = 0,
     with_values: bool = True,
 ) -> BuiltModel:
@@ -76,6 +77,8 @@ def build_model(
         dtype: Compute dtype of the weights (some modules insist on fp32, as transformers lets them).
         lora: Put in new adapters.
         adapter: Folder of an adapter to go on training, instead of new ones.
+        adapter_dtype: Compute dtype of the adapters' matrices. In bf16, as under autocast, their products take half the
+            time of fp32 ones.
         seed: Seeds peft's first values, as torch.manual_seed before peft.get_peft_model does.
         with_values: Draw the first values of new adapters. A plan needs none, and for the largest models they take
             longer than all the rest; `initial` is then empty, as it is for a folder without weights.
@@ -118,7 +121,7 @@ def build_model(
             parameter.requires_grad_(True)
         return BuiltModel(model, None, keymap, frozenset(_names(model)), _decayed(model))
     draw = with_values and bool(checkpoint.tensors)
-    return _with_adapter(model, keymap, lora, adapter, seed, draw)
+    return _with_adapter(model, keymap, lora, adapter, adapter_dtype, seed, draw)
 
 
 def _first_line(error: Exception) -> str:
@@ -186,6 +189,7 @@ def _with_adapter(
     keymap: KeyMap,
     lora: LoraSettings | None,
     adapter: Path | None,
+    adapter_dtype: torch.dtype,
     seed: int,
     draw: bool,
 ) -> BuiltModel:
@@ -221,6 +225,8 @@ def _with_adapter(
             trained.add(name)
             if adapter is not None or (draw and _is_new(name)):
                 initial[name] = parameter.detach().float().clone()
+        if _is_new(name):
+            parameter.data = parameter.data.to(adapter_dtype)
     _replace_parameters(inner, lambda p: torch.empty_like(p, device="meta"))
     if not trained:
         raise ConfigError("the adapter settings train nothing; check target_modules.")

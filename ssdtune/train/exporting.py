@@ -46,7 +46,7 @@ from ssdtune.train.checkpoint import (
     read_manifest,
     read_state,
 )
-from ssdtune.train.prepare import precision_of
+from ssdtune.train.prepare import adapter_dtype, precision_of
 
 logger = logging.getLogger(__name__)
 
@@ -246,13 +246,15 @@ def _write_checkpoint(
     saved: _Saved, original: HfCheckpoint, target: Path, max_shard_bytes: int
 ) -> None:
     config = saved.config
+    dtype = getattr(torch, str(saved.state.identity["dtype"]).removeprefix("torch."))
     built = build_model(
         original,
-        dtype=getattr(torch, str(saved.state.identity["dtype"]).removeprefix("torch.")),
+        dtype=dtype,
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,
         lora=config.lora if config.method == "lora" else None,
         adapter=Path(config.model.adapter).expanduser() if config.model.adapter else None,
+        adapter_dtype=adapter_dtype(config, dtype),
         seed=config.training.seed,
     )
     blocks = BlockModel(built, torch.device("cpu"))

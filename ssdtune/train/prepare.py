@@ -137,6 +137,7 @@ def prepare(
         trust_remote_code=config.model.trust_remote_code,
         lora=config.lora if config.method == "lora" else None,
         adapter=Path(config.model.adapter).expanduser() if config.model.adapter else None,
+        adapter_dtype=adapter_dtype(config, dtype),
         seed=config.training.seed,
     )
     blocks = BlockModel(built, device.torch_device)
@@ -313,6 +314,12 @@ def precision_of(config: Config) -> Precision:
     """Return which states the settings give trained parts."""
     training = config.training
     return Precision(training.master_weights, training.optim == "adamw_8bit")
+
+
+def adapter_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """Return what adapters compute in: bf16 over fp32 masters if the model does; without masters fp32."""
+    in_bf16 = dtype == torch.bfloat16 and config.training.master_weights
+    return torch.bfloat16 if in_bf16 else torch.float32
 
 
 def part_sizes(layout: ModelLayout, precision: Precision) -> list[PartSize]:

@@ -211,10 +211,14 @@ class _MasterWeights:
             name = next(n for n, p in self._trained.items() if p is embedding)
             head.weight = nn.Parameter(embedding.detach().clone())
             self._twin = (name, head.weight)
-        # A float32 checkpoint gives the masters all its bits; parameters that are new (adapters) are exact.
+        # A float32 checkpoint gives the masters all its bits.
         exact = (
             {} if self._lora else dict(_load(model_dir, given, torch.float32).named_parameters())
         )
+        for name, parameter in self._trained.items():
+            if ".lora_" in name:  # new ones are exact, and compute in bf16 as under autocast
+                exact[name] = parameter.detach().clone()
+                parameter.data = parameter.data.bfloat16()
         for name, parameter in self._trained.items():
             if parameter.dtype == torch.bfloat16:
                 master = exact.get(name, parameter).detach().float().clone()

@@ -11,6 +11,9 @@ micro-batches, an honest bf16 run that rounds elsewhere, is 0.7e-3 to 6e-3 away 
 norms and 0.012 to 0.05 in movement; one without bf16 at all is as far, one without masters at 1.0. The
 limits below are at or under the smallest of these. Movement: Adam turns a gradient that is mostly noise
 into a full step, so single weights say little; `_movement_error` compares the change of all of them.
+
+Adapters, whose few numbers pass everything on, magnify a flip: a run has the reference's very bits for 4 to 30 steps, then a
+flip, and is up to 3e-3 away in losses and 6e-3 in norms within ten steps. So their first steps are held to the bits.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ SIZES = {"mixtral": {"intermediate_size": 40}}
 LOSS_ATOL = 7e-4
 NORM_RTOL = 1e-3
 MOVEMENT = 0.01
+ADAPTER_LOSS_ATOL, ADAPTER_NORM_RTOL = 4e-3, 8e-3
+EXACT_STEPS = 3
+"""Steps before the earliest flip that was seen; two of them after an update."""
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -44,11 +50,19 @@ def test_bf16_follows_the_reference(tmp_path: Path, arch: str, method: str) -> N
     reference = train_in_memory(model_dir, rows, TRAINING | settings)
     streamed = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "out", settings)
     assert streamed.series("learned_tokens") == reference.learned_tokens
-    assert_close("losses", streamed.series("loss"), reference.losses, atol=LOSS_ATOL)
-    assert_close("norms", streamed.series("grad_norm"), reference.grad_norms, rtol=NORM_RTOL)
+    lora = method == "lora"
+    losses, norms = streamed.series("loss"), streamed.series("grad_norm")
+    loss_atol, norm_rtol = LOSS_ATOL, NORM_RTOL
+    if lora:
+        loss_atol, norm_rtol = ADAPTER_LOSS_ATOL, ADAPTER_NORM_RTOL
+        first = slice(0, EXACT_STEPS)
+        assert_close("first losses", losses[first], reference.losses[first], atol=2e-6)
+        assert_close("first norms", norms[first], reference.grad_norms[first], rtol=1e-6)
+    assert_close("losses", losses, reference.losses, atol=loss_atol)
+    assert_close("norms", norms, reference.grad_norms, rtol=norm_rtol)
     state = streamed.state()
     assert sorted(state) == sorted(reference.state)
-    if method == "lora":  # the export of a full run is rounded to bf16: see the next test
+    if lora:  # the export of a full run is rounded to bf16: see the next test
         assert _movement_error(state, reference.state, reference.initial) < MOVEMENT
 
 
