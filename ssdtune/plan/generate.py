@@ -63,12 +63,9 @@ class StageShape:
         return sum(piece.numel for piece in self.pieces)
 
 
-def merged(stage: StageShape, most: int) -> StageShape:
-    """Return a stage with no more than so many pieces, each the sum of neighbours: a coarser schedule."""
+def merged(stage: StageShape, size: int) -> StageShape:
+    """Return a stage in which so many neighbouring pieces are one, their sum: a coarser schedule."""
     streamed = [piece for piece in stage.pieces if piece.streamed]
-    size = -(-len(streamed) // most)
-    if size <= 1:
-        return stage
     groups = [streamed[i : i + size] for i in range(0, len(streamed), size)]
     sums = [
         Piece(

@@ -35,8 +35,10 @@ from ssdtune.train.engine import make_step_shape, stage_shape
 from ssdtune.train.prepare import Prepared
 from ssdtune.units import format_time
 
-MOST_OPERATIONS = 2000
-"""About so many operations of updates a quick simulation has."""
+MOST_OPERATIONS = 20000
+"""About so many operations of updates are simulated at most; above, neighbouring pieces are taken as one."""
+QUICK_OPERATIONS = 2500
+"""About so many where many plans are tried. They cost up to 1 % of exactness, the same for all plans of a run."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Forecast:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, without the single operations."""
-        return {name: value for name, value in asdict(self).items() if name != "bars"}
+        plain = asdict(replace(self, bars=()))
+        return {name: value for name, value in plain.items() if name != "bars"}
 
     def picture(self) -> str:
         """Return the simulated step as SVG."""
@@ -104,12 +107,11 @@ class Forecaster:
         Args:
             hardware, ledger: Another machine or batch.
         """
-        most = max(MOST_OPERATIONS // (3 * len(self._prepared.layout.stages)), 2)
-        return self._simulate(plan, hardware, ledger, most)[1].step_s
+        return self._simulate(plan, hardware, ledger, QUICK_OPERATIONS)[1].step_s
 
     def forecast(self, plan: MemoryPlan) -> Forecast:
-        """Return what a step in the middle of the run takes, with every piece."""
-        schedule, result = self._simulate(plan, None, None, None)
+        """Return what a step in the middle of the run takes, with every piece where there are not too many."""
+        schedule, result = self._simulate(plan, None, None, MOST_OPERATIONS)
         rows = self._prepared.rows
         return Forecast(
             result.step_s,
@@ -131,11 +133,11 @@ class Forecaster:
         plan: MemoryPlan,
         hardware: Hardware | None,
         ledger: Ledger | None,
-        most_pieces: int | None,
+        most_operations: int,
     ) -> tuple[Schedule, Simulation]:
         machine, ledger = hardware or self.hardware, ledger or self.ledger
         shape = replace(
-            self._shape(plan, most_pieces), num_micro_batches=ledger.training.micro_batches,
+            self._shape(plan, most_operations), num_micro_batches=ledger.training.micro_batches,
             pending=bool(plan.deferred),
         )  # fmt: skip
         schedule = generate_training_step(shape)
@@ -144,21 +146,33 @@ class Forecaster:
         costs = {number: machine.cost(work) for number, work in distinct.items()}
         return schedule, simulate(schedule, [costs[id(work)] for work in works])
 
-    def _shape(self, plan: MemoryPlan, most_pieces: int | None) -> StepShape:
-        """Return the shape of a step; of stages that are alike, in this plan or another, only one is cut up."""
+    def _shape(self, plan: MemoryPlan, most_operations: int) -> StepShape:
+        """Return the shape of a step whose updates have about so many operations at most.
+
+        Of stages that are alike, in this plan or another, only one is cut up.
+        """
         layout, precision = self._prepared.layout, self._prepared.precision
-        stages = {}
+        keys = {}
         for name, stage in layout.stages.items():
             sizes = [(p.numel, p.dtype, p.trained, p.name in plan.resident) for p in stage.parts]
-            key = (plan.chunk_bytes, most_pieces, *sizes)
+            keys[name] = key = (1, plan.chunk_bytes, *sizes)
             if key not in self._stages:
                 trained = [part for part in stage.parts if part.trained]
                 pieces = [p for part in trained for p in pieces_of_part(part, plan, precision)]
-                shape = stage_shape(stage, plan, pieces, precision)
-                self._stages[key] = merged(shape, most_pieces) if most_pieces else shape
-            stages[name] = self._stages[key]
+                self._stages[key] = stage_shape(stage, plan, pieces, precision)
+        streamed = sum(p.streamed for key in keys.values() for p in self._stages[key].pieces)
+        size = max(-(-3 * streamed // most_operations), 1)  # read, computed and written, each
+        if size > 1:
+            for name, key in keys.items():
+                keys[name] = (size, *key[1:])
+                if keys[name] not in self._stages:
+                    self._stages[keys[name]] = merged(self._stages[key], size)
         compute = self._prepared.compute
-        return replace(make_step_shape(layout, plan, {}, compute, precision), stages=stages)
+        shape = make_step_shape(layout, plan, {}, compute, precision)
+        # As many bytes are on their way as with smaller pieces, as far as one is still read while another is written.
+        slots = max(min(shape.chunk_slots, 3), -(-shape.chunk_slots // size))
+        stages = {name: self._stages[key] for name, key in keys.items()}
+        return replace(shape, stages=stages, chunk_slots=slots)
 
 
 def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
