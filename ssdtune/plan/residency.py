@@ -294,7 +294,9 @@ class _Planner:
         self.gradient_bytes: dict[str, int] = {}
         self.alike: dict[tuple[int, int, bool, bool], list[PartSize]] = {}
         """Trained parts by what their pieces take: blocks are alike, and a plan is priced very often."""
+        self.by_stage: dict[str, list[PartSize]] = {}
         for part in parts:
+            self.by_stage.setdefault(part.stage, []).append(part)
             if part.trained:
                 size = self.gradient_bytes.get(part.stage, 0) + 4 * part.numel
                 self.gradient_bytes[part.stage] = size
@@ -341,14 +343,23 @@ class _Planner:
                 plan = self._if_fits(plan, inputs_stay=True)
             else:
                 plan = self._if_fits(plan, input_slots=0)
+        # What did not fit of one stage is not tried again for those that are alike: there are many of them.
+        refused: list[object] = []
         for stage in self.trained:
-            plan = self._if_fits(plan, gradients_on_ssd=plan.gradients_on_ssd - {stage})
+            alike: object = (_class(stage), self.gradient_bytes[stage])
+            if alike not in refused:
+                wider = self._if_fits(plan, gradients_on_ssd=plan.gradients_on_ssd - {stage})
+                plan, refused = wider, [*refused, alike] if wider is plan else []
         # A byte of trained states that stays saves more traffic than one of frozen weights; small parts first, since
         # each costs a request. Trained parts must find their gradient in memory.
         for part in sorted(self.parts, key=lambda p: (not p.trained, p.weight_bytes)):
             if part.trained and part.stage in plan.gradients_on_ssd:
                 continue
-            plan = self._if_fits(plan, resident=plan.resident | {part.name})
+            here = [(p.weight_bytes, p.name in plan.resident) for p in self.by_stage[part.stage]]
+            alike = (_class(part.stage), part.states, here)
+            if alike not in refused:
+                wider = self._if_fits(plan, resident=plan.resident | {part.name})
+                plan, refused = wider, [*refused, alike] if wider is plan else []
         if wanted.kept_blocks is None and self._may_keep:
             plan = self._keep(plan, len(self.blocks))
         return self._priced(plan)
@@ -404,10 +415,7 @@ class _Planner:
     def _priced(self, plan: MemoryPlan) -> MemoryPlan:
         speculative = frozenset[str]()
         if self.limits.clipping and self.proportions.speculative:
-            # What is in memory can't be updated beside itself, and waits for the norm at little cost.
-            trained = (part for part in self.parts if part.trained)
-            stays = {part.stage for part in trained if part.name in plan.resident}
-            speculative = plan.deferred - stays
+            speculative = speculative_stages(self.parts, plan)
         return replace(
             plan,
             speculative=speculative,
@@ -464,6 +472,19 @@ class _Planner:
             f"({details}); the budget is {format_memory(self.limits.budget_bytes)}. Raise host_memory, or lower "
             "per_device_train_batch_size, max_length or io.chunk_bytes."
         )
+
+
+def speculative_stages(parts: Sequence[PartSize], plan: MemoryPlan) -> frozenset[str]:
+    """Return the stages that may be updated before it is known whether gradients are clipped.
+
+    What is in memory can't be updated beside itself, and waits for the norm at little cost.
+    """
+    stay = {part.stage for part in parts if part.trained and part.name in plan.resident}
+    return plan.deferred - stay
+
+
+def _class(stage: str) -> str:
+    return "block" if stage.startswith("block.") else stage
 
 
 def weight_slot_bytes(parts: Sequence[PartSize], resident: frozenset[str], block_slots: int) -> int:

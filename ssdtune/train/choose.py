@@ -15,7 +15,7 @@ from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.blocks import digest_of
 from ssdtune.hardware.profile import HardwareProfile, Rates
 from ssdtune.hardware.striped import measured_places
-from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan
+from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan, speculative_stages
 from ssdtune.plan.search import LEAST_GAIN, Found, search
 from ssdtune.plan.times import ComputeTimes
 from ssdtune.report.answer import gain_line
@@ -27,10 +27,13 @@ from ssdtune.train.prepare import (
     with_micro_batches,
 )
 
+LEAST_SPECULATION_GAIN = 0.05
+"""What speculative updates must gain if nothing is clipped: they take room on the drives, and lose if much is clipped."""
 BEYOND_BUDGET_S = 1e9
 """What a plan is charged that writes more than the wear budget: more than any step takes."""
 
 StepTime = Callable[[MemoryPlan], float]
+HasRoom = Callable[[Prepared], bool]
 TimesOf = Callable[[Prepared, HardwareProfile], ComputeTimes | None]
 
 
@@ -77,12 +80,17 @@ class Chosen:
 
 
 def choose(
-    prepared: Prepared, profile: HardwareProfile, *, times_of: TimesOf | None = None
+    prepared: Prepared,
+    profile: HardwareProfile,
+    *,
+    times_of: TimesOf | None = None,
+    has_room: HasRoom | None = None,
 ) -> Chosen:
     """Find the fastest plan for a prepared run.
 
     Args:
         times_of: Says how long computing takes (`ssdtune.train.rehearsed`); else the profile's blocks do.
+        has_room: Says whether the drives have room for a run; else plans that need more of it aren't considered.
 
     Raises:
         ConfigError: The profile lacks a rate that is needed.
@@ -98,10 +106,26 @@ def choose(
             step_s=forecaster.step_s(found.plan),
             usual_s=forecaster.step_s(prepared.memory),
         )
+    if has_room:
+        found = _speculating(prepared, found, forecaster.step_s, has_room)
     better = replace(prepared, memory=found.plan)
     return Chosen(
         better, forecaster.forecast(found.plan), found, tuple(_changes(better, forecaster, found))
     )
+
+
+def _speculating(prepared: Prepared, found: Found, step_s: StepTime, has_room: HasRoom) -> Found:
+    """Return the plan with updates made before the norm is known, if that is left to us, pays, and has room."""
+    if prepared.config.training.clipping != "auto" or not prepared.limits.clipping:
+        return found
+    plan = replace(found.plan, speculative=speculative_stages(prepared.parts, found.plan))
+    seconds = step_s(plan) if plan.speculative else found.step_s
+    if seconds > found.step_s * (1 - LEAST_SPECULATION_GAIN):
+        return found
+    if not has_room(replace(prepared, memory=plan)):
+        return found
+    proportions = replace(found.proportions, speculative=True)
+    return replace(found, plan=plan, proportions=proportions, step_s=seconds)
 
 
 def within_wear(prepared: Prepared, step_s: StepTime) -> StepTime:

@@ -123,6 +123,21 @@ def plan_disk(
     return DiskPlan(units, directories, copies, layout, needs, figures, tuple(places))
 
 
+def has_room(
+    prepared: Prepared,
+    output_dir: Path,
+    *,
+    resumed: bool = False,
+    places: Sequence[DirectoryProfile] = (),
+) -> bool:
+    """Say whether the drives of a run have room for it; the arguments are those of `plan_disk`."""
+    try:
+        plan_disk(prepared, output_dir, resumed=resumed, places=places).check_space()
+    except CapacityError:
+        return False
+    return True
+
+
 def written_bytes(prepared: Prepared) -> int:
     """Return what a run writes, on all drives together."""
     shape = _run_shape(prepared, resumed=False)

@@ -10,6 +10,7 @@ import statistics
 import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from ssdtune.train.checkpoint import (
     read_state,
 )
 from ssdtune.train.choose import Chosen, choose, tuned
-from ssdtune.train.disk import DiskPlan, plan_disk
+from ssdtune.train.disk import DiskPlan, has_room, plan_disk
 from ssdtune.train.engine import Engine, make_step_shape
 from ssdtune.train.exporting import write_result
 from ssdtune.train.forecast import Forecast
@@ -140,7 +141,7 @@ def finetune(
     profile = known()
     config = tuned(config, profile)
     prepared = prepare(config)
-    chosen = _choose(prepared, profile)
+    chosen = _choose(prepared, profile, output_dir, resumed=resumed is not None)
     if chosen is not None:
         prepared = chosen.prepared
     config = prepared.config
@@ -175,13 +176,16 @@ def finetune(
         return run.run()
 
 
-def _choose(prepared: Prepared, profile: HardwareProfile | None) -> Chosen | None:
+def _choose(
+    prepared: Prepared, profile: HardwareProfile | None, output_dir: Path, *, resumed: bool
+) -> Chosen | None:
     """Return the run with the fastest plan for this machine; None if it was not measured."""
     if profile is None:
         logger.info("no forecast: this machine was not measured (ssdtune profile DIR)")
         return None
     try:
-        return choose(prepared, profile, times_of=times_of)
+        room = partial(has_room, output_dir=output_dir, resumed=resumed)
+        return choose(prepared, profile, times_of=times_of, has_room=room)
     except ConfigError as error:
         logger.warning("no forecast: %s", error)
         return None

@@ -138,7 +138,7 @@ class Forecaster:
         machine, ledger = hardware or self.hardware, ledger or self.ledger
         shape = replace(
             self._shape(plan, most_operations), num_micro_batches=ledger.training.micro_batches,
-            pending=bool(plan.deferred),
+            pending=bool(plan.deferred), settled=plan.speculative,
         )  # fmt: skip
         schedule = generate_training_step(shape)
         works = work_of(schedule, shape, ledger)  # the same object for operations that are alike

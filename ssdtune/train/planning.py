@@ -7,6 +7,7 @@ for time, and `ssdtune.train.elsewhere` for a machine that is not this one.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from ssdtune.config.schema import Config
@@ -17,7 +18,7 @@ from ssdtune.plan.residency import MemoryPlan
 from ssdtune.report.answer import step_line
 from ssdtune.train import elsewhere
 from ssdtune.train.choose import Chosen, choose
-from ssdtune.train.disk import output_folder, plan_disk, swap_directories
+from ssdtune.train.disk import has_room, output_folder, plan_disk, swap_directories
 from ssdtune.train.forecast import Forecast, training_shape
 from ssdtune.train.prepare import Prepared, prepare, summary_lines
 from ssdtune.train.rehearsed import times_of
@@ -146,10 +147,11 @@ def plan(
     except CapacityError as error:
         return RunPlan((str(error),), tuple(summary))
     times = times_of if not other_machine else None
+    room = partial(has_room, output_dir=output_folder(config), places=places)
     chosen, no_time = None, "this machine was not measured; run ssdtune profile DIR once"
     if hardware:
         try:
-            chosen, no_time = choose(prepared, hardware, times_of=times), ""
+            chosen, no_time = choose(prepared, hardware, times_of=times, has_room=room), ""
         except ConfigError as error:
             if there:
                 raise

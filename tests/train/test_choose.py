@@ -27,7 +27,7 @@ from ssdtune.hardware.known import profile_path
 from ssdtune.hardware.machine import machine_id
 from ssdtune.hardware.profile import HardwareProfile, save
 from ssdtune.report.progress import Progress
-from ssdtune.train.choose import choose, rates_for, tuned, within_wear
+from ssdtune.train.choose import Chosen, choose, rates_for, tuned, within_wear
 from ssdtune.train.disk import written_bytes
 from ssdtune.train.prepare import Prepared, micro_batch_sizes, prepare, with_micro_batches
 from ssdtune.units import MIB
@@ -261,6 +261,54 @@ def test_a_plan_for_slow_drives_keeps_what_it_can(config: Any) -> None:
     assert plan.resident == {part.name for part in chosen.prepared.parts}
     assert chosen.found.step_s <= chosen.found.usual_s
     assert json.loads(json.dumps(chosen.to_dict()))["plans_tried"] == chosen.found.num_tried
+
+
+def test_speculates_where_that_pays_and_has_room(config: Any) -> None:
+    """With slow drives, gradients that need not be read back are time gained."""
+    asked: list[Prepared] = []
+
+    def chosen(*, room: bool | None = True, drives: float = 1e6, **changes: Any) -> Chosen:
+        def has_room(prepared: Prepared) -> bool:
+            asked.append(prepared)
+            assert room is not None
+            return room
+
+        given = None if room is None else has_room
+        return choose(prepare(config(**changes)), machine(drives=drives), has_room=given)
+
+    deferred, speculating = chosen(clipping="deferred"), chosen()
+    plan = speculating.prepared.memory
+    assert plan.speculative == plan.deferred == plan.gradients_on_ssd != set()
+    assert [prepared.memory for prepared in asked] == [plan]
+    bare = {"speculative": frozenset(), "budget_bytes": 0, "breakdown": {}}
+    assert replace(plan, **bare) == replace(deferred.prepared.memory, **bare)
+    assert speculating.found.proportions.speculative
+    assert speculating.forecast.step_s < 0.95 * deferred.forecast.step_s
+    assert speculating.found.step_s == pytest.approx(speculating.forecast.step_s, rel=0.02)
+    for other in (
+        chosen(room=False),
+        chosen(room=None),
+        chosen(max_grad_norm=0),
+        chosen(drives=1e15),
+        chosen(host_cache=None),
+    ):
+        assert not other.prepared.memory.speculative
+    assert chosen(clipping="speculative", room=None).prepared.memory.speculative == plan.deferred
+    assert not chosen(clipping="speculative", max_grad_norm=0).prepared.memory.speculative
+
+
+def test_a_run_speculates_by_itself_only_if_its_drives_have_room(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(machine(drives=1e6))
+    for room in (True, False):
+        out = tmp_path / f"out {room}"
+        result, _ = run(config(output_dir=str(out)))
+        plan = json.loads((out / "plan.json").read_text())
+        assert bool(plan["memory"]["speculative"]) == room
+        monkeypatch.setattr("ssdtune.train.finetune.has_room", lambda *_, **more: False)
+        monkeypatch.setattr("ssdtune.train.disk.check_space", lambda _: None)
+        assert len(result.losses) == 3
 
 
 class Notes(Progress):
