@@ -294,6 +294,7 @@ class _Planner:
         self.gradient_bytes: dict[str, int] = {}
         self.alike: dict[tuple[int, int, bool, bool], list[PartSize]] = {}
         """Trained parts by what their pieces take: blocks are alike, and a plan is priced very often."""
+        self.device_needs: dict[tuple[object, ...], dict[str, int]] = {}
         self.by_stage: dict[str, list[PartSize]] = {}
         for part in parts:
             self.by_stage.setdefault(part.stage, []).append(part)
@@ -410,12 +411,24 @@ class _Planner:
         return limits is None or sum(self._device_need(plan).values()) <= limits.budget_bytes
 
     def _device_need(self, plan: MemoryPlan) -> dict[str, int]:
-        return device_bytes(self.parts, self.compute, plan) if self.limits.device else {}
+        if self.limits.device is None:
+            return {}
+        # What stays in host memory makes no difference, and that is most of what is tried.
+        shape = (
+            plan.block_slots, plan.device_gradient_slots, plan.input_slots, plan.inputs_stay, plan.kept,
+            plan.swapped,
+        )  # fmt: skip
+        if shape not in self.device_needs:
+            self.device_needs[shape] = device_bytes(self.parts, self.compute, plan)
+        return self.device_needs[shape]
 
     def _priced(self, plan: MemoryPlan) -> MemoryPlan:
         speculative = frozenset[str]()
         if self.limits.clipping and self.proportions.speculative:
-            speculative = speculative_stages(self.parts, plan)
+            # What is in memory can't be updated beside itself, and waits for the norm at little cost.
+            trained = (part for part in self.parts if part.trained)
+            stays = {part.stage for part in trained if part.name in plan.resident}
+            speculative = plan.deferred - stays
         return replace(
             plan,
             speculative=speculative,
@@ -472,15 +485,6 @@ class _Planner:
             f"({details}); the budget is {format_memory(self.limits.budget_bytes)}. Raise host_memory, or lower "
             "per_device_train_batch_size, max_length or io.chunk_bytes."
         )
-
-
-def speculative_stages(parts: Sequence[PartSize], plan: MemoryPlan) -> frozenset[str]:
-    """Return the stages that may be updated before it is known whether gradients are clipped.
-
-    What is in memory can't be updated beside itself, and waits for the norm at little cost.
-    """
-    stay = {part.stage for part in parts if part.trained and part.name in plan.resident}
-    return plan.deferred - stay
 
 
 def _class(stage: str) -> str:
