@@ -425,10 +425,7 @@ class _Planner:
     def _priced(self, plan: MemoryPlan) -> MemoryPlan:
         speculative = frozenset[str]()
         if self.limits.clipping and self.proportions.speculative:
-            # What is in memory can't be updated beside itself, and waits for the norm at little cost.
-            trained = (part for part in self.parts if part.trained)
-            stays = {part.stage for part in trained if part.name in plan.resident}
-            speculative = plan.deferred - stays
+            speculative = speculative_stages(self.parts, plan)
         return replace(
             plan,
             speculative=speculative,
@@ -485,6 +482,15 @@ class _Planner:
             f"({details}); the budget is {format_memory(self.limits.budget_bytes)}. Raise host_memory, or lower "
             "per_device_train_batch_size, max_length or io.chunk_bytes."
         )
+
+
+def speculative_stages(parts: Sequence[PartSize], plan: MemoryPlan) -> frozenset[str]:
+    """Return the stages that may be updated before it is known whether gradients are clipped.
+
+    What is in memory can't be updated beside itself, and waits for the norm at little cost.
+    """
+    stay = {part.stage for part in parts if part.trained and part.name in plan.resident}
+    return plan.deferred - stay
 
 
 def _class(stage: str) -> str:
