@@ -164,6 +164,18 @@ def test_lora_reads_the_frozen_weights_and_never_writes_them() -> None:
     assert kept.read["weights"] == 3 * 2 * 4096
 
 
+def test_speculation_takes_room_and_saves_reading_gradients() -> None:
+    parts = only_blocks()
+    deferred = RunShape(deferred=stages(parts), gradients_on_ssd=stages(parts))
+    speculative = replace(deferred, speculative=frozenset({"block.1"}))
+    one, other = disk_need(parts, deferred), disk_need(parts, speculative)
+    assert (one.speculation, other.speculation) == (0, one.states)
+    assert other.swap_bytes == one.swap_bytes + one.states
+    before, after = step_traffic(parts, deferred), step_traffic(parts, speculative)
+    assert after.written == before.written
+    assert after.read == {**before.read, "gradients": before.read["gradients"] - 4 * 2048}
+
+
 def test_a_save_writes_what_is_in_memory_and_the_updates_that_wait() -> None:
     parts = only_blocks()
     plain = save_traffic(parts, RunShape(), {"block.0"})
@@ -178,6 +190,10 @@ def test_a_save_writes_what_is_in_memory_and_the_updates_that_wait() -> None:
         "activations": 0,
     }
     assert waiting.read_bytes == (12 + 4) * 4096
+    speculative = replace(run, speculative=frozenset({"block.1"}))
+    less = save_traffic(parts, speculative, {"block.0"})
+    assert waiting.written_bytes - less.written_bytes == 12 * 2048
+    assert waiting.read_bytes - less.read_bytes == (12 + 4) * 2048
     only_first = RunShape(deferred=frozenset({"block.0"}))
     assert save_traffic(parts, only_first).written_bytes == 12 * 2048
     assert save_traffic(lora()[:1], RunShape(deferred=frozenset({"block.0"}))).written_bytes == 0
