@@ -35,7 +35,7 @@ from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.footprint import kept_bytes
 from ssdtune.model.isolation import refuse_leaking_rows
 from ssdtune.model.layout import ModelLayout
-from ssdtune.model.loss import LOGIT_BYTES
+from ssdtune.model.loss import loss_bytes
 from ssdtune.plan.device_memory import DeviceLimits, device_limits, tensor_bytes
 from ssdtune.plan.residency import (
     ComputeSize,
@@ -51,8 +51,6 @@ from ssdtune.units import format_count, format_disk, format_memory
 
 logger = logging.getLogger(__name__)
 
-LOGIT_COPIES = 2.25
-"""Memory that a chunk of logits takes with its gradient, in units of itself in fp32; measured at 134M."""
 SLACK_BYTES = 8192
 """What tensors one behind the other in a slot lose to their alignment."""
 USUAL_TOKENS = 8192
@@ -358,10 +356,16 @@ def compute_size(
     saved = tokens * (16 * hidden + 5 * inner) * item + scores
     head = next(part for part in reversed(blocks.layout.parts) if part.stage in ("embed", "head"))
     head_gradient = max(spec.numel for spec in head.tensors) * item if head.trained else 0
-    logits = min(LOGIT_BYTES, tokens * text.vocab_size * 4)
+    if dtype == torch.float16:  # trained weights are converted for each block, and for the head
+        trained = [part for part in parts if part.trained and part.dtype != torch.float32]
+        by_stage = {part.stage: 0 for part in trained}
+        for part in trained:
+            by_stage[part.stage] += part.weight_bytes
+        saved += max(by_stage.values(), default=0)
+        head_gradient *= 2
     return ComputeSize(
         block_bytes=saved + 2 * largest * item,
-        head_bytes=int(LOGIT_COPIES * logits) + head_gradient,
+        head_bytes=loss_bytes(tokens, text.vocab_size, item) + head_gradient,
         input_bytes=aligned_size(tokens * hidden * item),
         num_micro_batches=config.training.gradient_accumulation_steps,
         entry_bytes=scores + 3 * tokens * hidden * item,
