@@ -173,7 +173,7 @@ def test_speculation_takes_room_and_saves_reading_gradients() -> None:
     assert other.swap_bytes == one.swap_bytes + one.states
     before, after = step_traffic(parts, deferred), step_traffic(parts, speculative)
     assert after.written == before.written
-    assert after.read == {**before.read, "gradients": before.read["gradients"] - 4 * 2048}
+    assert after.read == {**before.read, "gradients": before.read["gradients"] - 4 * 4096}
 
 
 def test_a_save_writes_what_is_in_memory_and_the_updates_that_wait() -> None:
@@ -192,8 +192,8 @@ def test_a_save_writes_what_is_in_memory_and_the_updates_that_wait() -> None:
     assert waiting.read_bytes == (12 + 4) * 4096
     speculative = replace(run, speculative=frozenset({"block.1"}))
     less = save_traffic(parts, speculative, {"block.0"})
-    assert waiting.written_bytes - less.written_bytes == 12 * 2048
-    assert waiting.read_bytes - less.read_bytes == (12 + 4) * 2048
+    assert waiting.written_bytes - less.written_bytes == 12 * 4096
+    assert waiting.read_bytes - less.read_bytes == (12 + 4) * 4096
     only_first = RunShape(deferred=frozenset({"block.0"}))
     assert save_traffic(parts, only_first).written_bytes == 12 * 2048
     assert save_traffic(lora()[:1], RunShape(deferred=frozenset({"block.0"}))).written_bytes == 0
