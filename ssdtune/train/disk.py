@@ -25,6 +25,7 @@ from ssdtune.store.space import Need, check_space
 from ssdtune.swap.manager import unit_specs
 from ssdtune.train import elsewhere
 from ssdtune.train.prepare import Prepared
+from ssdtune.units import format_disk
 
 SAMPLED_STEPS = 64
 """Steps whose rows are looked at for the mean size of block inputs."""
@@ -65,11 +66,17 @@ class DiskPlan:
             else:
                 check_space(self.needs)
         except CapacityError as error:
-            problems.append(str(error))
+            problems.append(f"{error}{self._remedy()}")
         if problem := self.estimate.wear.budget_problem():
             problems.append(problem)
         if problems:
             raise CapacityError("\n".join(problems))
+
+    def _remedy(self) -> str:
+        size = self.estimate.disk.speculation
+        if not size:
+            return ""
+        return f" {format_disk(size)} are for speculative updates; training.clipping: deferred does without."
 
     def wear_warning(self, config: Config) -> str | None:
         """Return a warning if the run takes more of the drives' life than the settings allow."""
