@@ -30,8 +30,8 @@ def chunk_tokens(vocab_size: int) -> int:
 
 def loss_bytes(tokens: int, vocab_size: int, itemsize: int) -> int:
     """Return the memory that losses of a micro-batch take: a chunk's logits, their gradient, and a few rows in fp32."""
-    logits = min(tokens, chunk_tokens(vocab_size)) * vocab_size * itemsize
-    return 2 * logits + 3 * max(SLICE_BYTES, 4 * vocab_size)
+    chunk = min(tokens, chunk_tokens(vocab_size)) * vocab_size
+    return 2 * chunk * itemsize + 3 * min(max(SLICE_BYTES, 4 * vocab_size), 4 * chunk)
 
 
 def loss_by_chunks(
