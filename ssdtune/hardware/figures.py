@@ -15,6 +15,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_LARGEST = (
+    ("_bytes_per_s", 1e15), ("_per_s", 1e15), ("_bytes", 1e18), ("_s", 1e9), ("seconds", 1e9), ("threads", 1e6),
+    ("queue_depth", 1e6), ("sequences", 1e9), ("sequence", 1e9), ("wear_share", 1e3), ("", 1e25),
+)  # fmt: skip
+"""Ends of names, and what none of their values can exceed: beyond it somebody has mistyped a figure."""
+_AT_LEAST_ONE = frozenset({
+    "parameters", "active_parameters", "sequences", "sequence", "threads",
+})  # fmt: skip
+_ABOVE_ZERO = frozenset({"forward_s", "backward_s"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class DriveFacts:
@@ -257,8 +267,7 @@ def _plain(kinds: list[Any], value: Any, where: str) -> Any:
     if str in kinds and isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value) or value < 0:
-            raise ValueError(f"{where} is {value}; it must be a finite number, at least 0")
+        _refuse_absurd(value, where)
         if float in kinds:
             return float(value)
         if int in kinds and value == int(value):
@@ -268,3 +277,24 @@ def _plain(kinds: list[Any], value: Any, where: str) -> Any:
         for k in kinds
     )
     raise ValueError(f"{where} must be {names}, not {value!r}")
+
+
+def _refuse_absurd(value: float, where: str) -> None:
+    name = where.rpartition(".")[2]
+    # Whole numbers may be too large for math.isfinite.
+    if value != value or value in (math.inf, -math.inf) or value < 0:
+        raise ValueError(f"{where} is {value}; it must be a finite number, at least 0")
+    largest = next(limit for end, limit in _LARGEST if name.endswith(end))
+    if value > largest:
+        shown = (
+            f"{value:g}" if isinstance(value, float) else f"a number of {len(str(value))} digits"
+        )
+        raise ValueError(f"{where} is {shown}; nothing has more than {largest:g}")
+    if name in _AT_LEAST_ONE and value < 1:
+        raise ValueError(f"{where} is {value:g}; it must be at least 1")
+    if name in _ABOVE_ZERO and value == 0:
+        raise ValueError(f"{where} is 0; it must be above 0")
+    if name.endswith("_per_s") and 0 < value < 1:
+        raise ValueError(
+            f"{where} is {value:g}; it must be at least 1, or 0 if it was not measured"
+        )

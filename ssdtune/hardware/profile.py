@@ -123,7 +123,7 @@ class HardwareProfile:
         io, both = self._striped(directories), self.contention
         fastest = max(self.adam, key=lambda point: point.parameters_per_s, default=None)
         adam = fastest.parameters_per_s if fastest else 0.0
-        cores = int(self.machine.get("cores") or 1)
+        cores = self.machine.get("cores")
         # Alone and together were measured at another time than `adam` and `together`: only their ratio is used.
         adam_share = io_share = 1.0
         if both and both.adam_parameters_per_s and both.io_bytes_per_s:
@@ -143,7 +143,9 @@ class HardwareProfile:
             both_bytes_per_s=self._copy("both"),
             forward_flop_per_s={dtype: rates[0] for dtype, rates in compute.items()},
             backward_flop_per_s={dtype: rates[1] for dtype, rates in compute.items()},
-            adam_core_share=min(1.0, fastest.threads / cores) if fastest else 1.0,
+            adam_core_share=min(1.0, fastest.threads / cores)
+            if fastest and isinstance(cores, int) and cores
+            else 1.0,
         )
 
     def _striped(self, directories: Sequence[Path] | None) -> StripedRates:
@@ -183,9 +185,19 @@ class HardwareProfile:
         version = values.get("schema_version") if isinstance(values, Mapping) else None
         if version != SCHEMA_VERSION:
             raise ValueError(
-                f"schema_version is {version}, this version of ssdtune reads {SCHEMA_VERSION}"
+                f"schema_version is {version!r}, this version of ssdtune reads {SCHEMA_VERSION}"
             )
-        return decode(cls, values)
+        profile = decode(cls, values)
+        for name in ("cores", "memory_bytes", "card_bytes"):
+            number = profile.machine.get(name, 0)
+            if not isinstance(number, int):
+                raise ValueError(f"profile.machine.{name} is {number!r}; it must be a whole number")
+        for place in profile.directories:
+            if not place.path.startswith("/") or "\0" in place.path:
+                raise ValueError(
+                    f"profile.directories has the path {place.path!r}; it must be absolute"
+                )
+        return profile
 
     def text(self) -> str:
         """Return tables and what limits training, for people."""
@@ -220,13 +232,14 @@ def read_profile(path: Path) -> HardwareProfile:
         return HardwareProfile.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise FormatError(
-            f"{path} cannot be read: {os.strerror(error.errno or 0).lower()}. Make one with "
-            f"ssdtune profile --output {path}"
+            f"{path} cannot be read: {os.strerror(error.errno or 0).lower()}. Name a file that ssdtune profile "
+            "--output has written"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise FormatError(
-            f"{path} is no hardware profile: {error}. Make it anew with ssdtune profile --force "
-            f"--output {path}"
+            f"{path} is no hardware profile: {reason}. Correct it, or make it anew on its machine with "
+            f"ssdtune profile DIR --force --output {path}"
         ) from error
 
 

@@ -34,7 +34,7 @@ class DriveLife:
         """What the drive must be rated for, by what it tells; None if that cannot be said."""
         if self.written_bytes is None or (self.used_share or 0.0) < LEAST_USED_SHARE:
             return None
-        return round(self.written_bytes / self.used_share)  # type: ignore[operator]
+        return round(self.written_bytes / self.used_share) or None  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

@@ -264,19 +264,35 @@ def test_round_trip_through_json(profile: HardwareProfile, tmp_path: Path) -> No
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 99}', '"x"', "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"schema_version": 99}',
+        '{"schema_version": "2"}',
+        '"x"',
+        "\x00",
+        "\udcff",
+        "[" * 10**5,
+    ],
+    ids=lambda text: text[:20] or "empty",
+)
 def test_files_that_are_no_profile(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(
-        FormatError, match=r"is no hardware profile: .*Make it anew with ssdtune profile"
+        FormatError,
+        match=r"is no hardware profile: .*make it anew on its machine with ssdtune profile",
     ):
         read_profile(path)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(
-        FormatError, match=r"no such file or directory\. Make one with ssdtune profile"
+        FormatError, match=r"no such file or directory\. Name a file that ssdtune profile"
     ):
         read_profile(tmp_path / "missing.json")
 
@@ -293,6 +309,16 @@ def test_a_missing_file(tmp_path: Path) -> None:
         (lambda v: v.update(adam={}), "adam must be a list"),
         (lambda v: v.update(machine=[]), "machine must be an object"),
         (lambda v: v.update(contention="x"), "contention must be an object"),
+        (lambda v: v["directories"][0].update(read_bytes_per_s=1e30), r"read_bytes_per_s is 1e\+30; nothing has more"),
+        (lambda v: v["directories"][0].update(read_bytes_per_s=1e-3), "at least 1, or 0 if it was not measured"),
+        (lambda v: v["directories"][0].update(free_bytes=10**30), "free_bytes is a number of 31 digits"),
+        (lambda v: v["directories"][0].update(path="nvme"), "has the path 'nvme'; it must be absolute"),
+        (lambda v: v["adam"][0].update(parameters_per_s=10**400), "is a number of 401 digits"),
+        (lambda v: v["adam"][0].update(threads=0), "threads is 0; it must be at least 1"),
+        (lambda v: v["blocks"][0].update(parameters=0), "parameters is 0; it must be at least 1"),
+        (lambda v: v["blocks"][0]["points"][0].update(forward_s=0), "forward_s is 0; it must be above 0"),
+        (lambda v: v["machine"].update(memory_bytes=10**30), "machine.memory_bytes is a number of 31 digits"),
+        (lambda v: v["machine"].update(cores="two"), "machine.cores is 'two'; it must be a whole number"),
     ],
 )  # fmt: skip
 def test_absurd_values_are_named(profile: HardwareProfile, change: Any, message: str) -> None:
