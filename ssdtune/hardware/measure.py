@@ -180,7 +180,7 @@ def _kept(
     try:
         kept = read_profile(path)
     except FormatError as error:
-        return None, str(error).partition(". Make")[0]
+        return None, str(error).partition(". Correct")[0].partition(". Name")[0]
     if kept.machine["ssdtune"] != describe_machine()["ssdtune"]:
         return None, f"the figures in {path} are of version {kept.machine['ssdtune']}"
     wanted = [os.fspath(directory) for directory in directories]
