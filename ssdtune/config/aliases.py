@@ -40,9 +40,12 @@ def _bf16(value: Any) -> str | None:
     raise ValueError(f"must be true or false, not {value}")
 
 
-def _fp16(value: Any) -> None:
-    if not _is(value, _FALSE):
-        raise ValueError("is not supported: use dtype: bf16, or dtype: fp32")
+def _fp16(value: Any) -> str | None:
+    if _is(value, _TRUE):
+        return "fp16"
+    if _is(value, _FALSE):
+        return None
+    raise ValueError(f"must be true or false, not {value}")
 
 
 def _recompute(value: Any) -> str | None:

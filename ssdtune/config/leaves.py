@@ -29,6 +29,8 @@ _SAME_VALUE: dict[str, dict[str, str]] = {
     "dtype": {
         "bfloat16": "bf16",
         "torch.bfloat16": "bf16",
+        "float16": "fp16",
+        "torch.float16": "fp16",
         "float32": "fp32",
         "torch.float32": "fp32",
     },

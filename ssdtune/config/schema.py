@@ -59,7 +59,7 @@ class ModelConfig:
     dtype: str = setting(
         "auto",
         "precision of compute; master weights are exact fp32 in all of them",
-        choices=("auto", "bf16", "fp32"),
+        choices=("auto", "bf16", "fp16", "fp32"),
     )
     attn_implementation: str | None = setting(
         None,

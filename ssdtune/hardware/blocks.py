@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ssdtune.device.base import Device
     from ssdtune.model.blocks import BlockModel, Call
 
-DTYPES = ("fp32", "bf16")
 SEQUENCE = 512
 """Tokens of one sequence; a micro-batch of fewer is one sequence."""
 BUILT_IN: Mapping[str, Mapping[str, int]] = {
@@ -145,12 +144,14 @@ def _measure_shape(
 ) -> BlockProfile:
     import torch
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    only_fp16 = device.supports(torch.float16) and not device.supports(torch.bfloat16)
+    names = ("fp32", "fp16" if only_fp16 else "bf16")
     points: list[BlockPoint] = []
     notes: list[str] = []
     blocks, number = _build(config, device)
     parameters, active = _sizes(blocks, number, config)
-    for name in DTYPES:
+    for name in names:
         free = device.memory().free_bytes
         needed = parameters * dtypes[name].itemsize * 2
         if needed > free // 2:
@@ -163,7 +164,7 @@ def _measure_shape(
         for count in tokens:
             sequence = min(count, SEQUENCE)
             flop = _forward_flop(active, count, sequence, config)
-            left = seconds / len(DTYPES) - (clock() - start)
+            left = seconds / len(names) - (clock() - start)
             expected = last * count / (points[-1].tokens if points and last else count)
             if last and 2.5 * expected > left:  # a first run that isn't counted, one that is
                 notes.append(

@@ -280,5 +280,5 @@ def _together(
 def _full_speed(device: object) -> tuple[str, ...]:
     import torch
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return tuple(name for name, dtype in dtypes.items() if device.supports(dtype))  # type: ignore[attr-defined]

@@ -40,7 +40,8 @@ class Part:
 
     Attributes:
         name: Unit name in the store.
-        dtype: Dtype of the weights that are computed with; fp32 is its own master, bf16 is the high half.
+        dtype: Dtype of the weights that are stored; fp32 is its own master, bf16 is the high half. Trained weights that
+            are computed with in fp16 are stored as bf16, which fp16 holds exactly down to 6e-8.
         numel: N, padding included.
     """
 
@@ -140,7 +141,10 @@ def _parts(
 ) -> tuple[Part, ...]:
     groups: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in members:
-        groups.setdefault((name in built.trained, parameter.dtype), []).append((name, parameter))
+        trained, dtype = name in built.trained, parameter.dtype
+        if trained and dtype == torch.float16:
+            dtype = torch.bfloat16
+        groups.setdefault((trained, dtype), []).append((name, parameter))
     parts = []
     for (trained, dtype), tensors in groups.items():
         offset, specs = 0, []

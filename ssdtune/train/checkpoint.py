@@ -30,12 +30,14 @@ class TrainerState:
         total_steps: Steps of the whole run, on which the learning rate depends.
         adam_steps: For each part the number of updates of each tensor.
         identity: What must be the same after a resume: settings that change numbers, model and rows.
+        loss_scale: Of fp16 (`ssdtune.optim.loss_scale`); None elsewhere.
     """
 
     step: int
     total_steps: int
     adam_steps: dict[str, list[int]]
     identity: dict[str, Any]
+    loss_scale: dict[str, Any] | None = None
 
 
 def checkpoint_folders(output_dir: Path) -> list[Path]:

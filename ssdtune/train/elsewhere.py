@@ -68,11 +68,11 @@ def compute_dtype(profile: HardwareProfile, wanted: str) -> torch.dtype:
     """Return the dtype that a run computes in there.
 
     Args:
-        wanted: `model.dtype`; "auto" takes bf16 where the machine multiplies it at full speed.
+        wanted: `model.dtype`; "auto" takes bf16 where the machine multiplies it at full speed, else fp16.
     """
-    names = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if wanted == "auto":
-        return names["bf16" if "bf16" in profile.compute_dtypes else "fp32"]
+        return names[next((n for n in ("bf16", "fp16") if n in profile.compute_dtypes), "fp32")]
     if wanted not in profile.compute_dtypes:
         logger.warning(
             "the machine of the hardware profile does not compute in %s at full speed, only in %s.",

@@ -20,6 +20,7 @@ from ssdtune.model.blocks import BlockModel, Entry
 from ssdtune.model.layout import ModelLayout, Part, Stage
 from ssdtune.model.loss import loss_by_chunks
 from ssdtune.optim.adamw import sum_of_squares
+from ssdtune.optim.loss_scale import LossScale
 from ssdtune.optim.schedule import clip_coefficient
 from ssdtune.plan.generate import (
     EMBED,
@@ -52,6 +53,7 @@ class StepResult:
         grad_norm: Global norm before clipping.
         clip_scale: What the gradients were multiplied by.
         speculated: Updates were made as if it were 1, before it was known; if it is not, they are made again.
+        skipped: A gradient was not finite in fp16, so nothing is updated.
     """
 
     loss: float
@@ -60,6 +62,7 @@ class StepResult:
     learned_tokens: int
     spans: list[Span]
     speculated: bool = False
+    skipped: bool = False
 
 
 @dataclass
@@ -109,6 +112,9 @@ class Engine:
         seed: Seeds dropout (see `ssdtune.train.seeds`).
         max_grad_norm: Clipping limit, 0 for none.
         speculation: Decides in which steps stages that may be updated speculatively are.
+
+    Attributes:
+        loss_scale: Where it computes in fp16; None elsewhere.
     """
 
     def __init__(
@@ -133,6 +139,8 @@ class Engine:
         self._seed = seed
         self._max_grad_norm = max_grad_norm
         self._speculation = speculation or Speculation()
+        dtypes = {parameter.dtype for parameter in blocks.model.parameters()}
+        self.loss_scale = LossScale() if torch.float16 in dtypes else None
         self._settled: frozenset[str] = frozenset()
         """Deferred stages that the last step updated all the same."""
         self._slot_of: dict[str, str] = {}
@@ -181,9 +189,19 @@ class Engine:
         spans = self._run(schedule)
         self._settled = self._settle(shape.speculative)
         self._pending = state.update if shape.deferred - self._settled else None
+        clip_scale, skipped = state.update.scale, False
+        if self.loss_scale:
+            assert shape.trained <= shape.deferred, (
+                "a step that may be skipped is not updated before"
+            )
+            clip_scale *= self.loss_scale.scale
+            skipped = not math.isfinite(state.norm)
+            self.loss_scale.note(finite=not skipped)
+            if skipped:
+                self._pending = None
         loss = float(sum(loss.item() for loss in state.losses))
         return StepResult(
-            loss, state.norm, state.update.scale, num_items, spans, bool(shape.speculative)
+            loss, state.norm, clip_scale, num_items, spans, bool(shape.speculative), skipped
         )
 
     def _speculated_stages(self) -> frozenset[str]:
@@ -309,6 +327,9 @@ class Engine:
     def _leaves(self, stage: str, training: bool) -> dict[str, torch.Tensor]:
         """Return a stage's parameters; in training as leaves whose gradients go to the stage's slot."""
         weights = self.swap.weights(stage, self._slot_of[stage])
+        if self.loss_scale:  # of trained weights, what is stored is bf16 (`ssdtune.model.layout`)
+            for name, weight in weights.items():
+                weights[name] = weight.half() if weight.dtype == torch.bfloat16 else weight
         if not training:
             return weights
         for part in self.blocks.layout.stages[stage].parts:
@@ -418,6 +439,7 @@ class Engine:
         loss = loss_by_chunks(
             lambda piece: self.blocks.logits(tensors, piece, seed_once), hidden, state.labels[m],
             vocab_size=self._vocab_size, num_items=state.num_items, gradient=gradient,
+            scale=self.loss_scale.scale if self.loss_scale else 1.0,
         )  # fmt: skip
         state.losses.append(loss)
         if gradient is not None:
@@ -465,8 +487,9 @@ class Engine:
 
     def _clip(self) -> None:
         state = self._state
-        state.norm = math.sqrt(math.fsum(state.squares.values()))
-        state.update.scale = clip_coefficient(state.norm, self._max_grad_norm)
+        scale = self.loss_scale.scale if self.loss_scale else 1.0
+        state.norm = math.sqrt(math.fsum(state.squares.values())) / scale
+        state.update.scale = clip_coefficient(state.norm, self._max_grad_norm) / scale
 
     # Other lanes
 
@@ -497,7 +520,7 @@ class Engine:
                 for index, spec in enumerate(part.tensors):
                     if state.update.present[part.name][index]:
                         total += sum_of_squares(part.view(host, spec).view(-1))
-        if not math.isfinite(total):
+        if not math.isfinite(total) and not self.loss_scale:
             raise SsdtuneError(
                 f"step {state.step + 1}: the gradient of {stage} is not finite. Nothing of it was applied; "
                 "go on from the last checkpoint with a lower learning_rate, or look at the rows of this step."

@@ -29,6 +29,7 @@ from ssdtune.io.select import open_backend
 from ssdtune.model.build import base_name
 from ssdtune.model.source import WeightSource
 from ssdtune.optim.adamw import join_master, split_master
+from ssdtune.optim.loss_scale import LossScale
 from ssdtune.plan.residency import check_bytes_of
 from ssdtune.report.accuracy import compare
 from ssdtune.report.critical import verdict
@@ -395,6 +396,8 @@ class _Run:
             seed=training.seed, max_grad_norm=training.max_grad_norm,
             speculation=Speculation(always=training.clipping == "speculative"),
         )  # fmt: skip
+        if self.resumed and engine.loss_scale and (kept := self.resumed[1].loss_scale):
+            engine.loss_scale = LossScale.from_dict(kept)
         return swap, adam, engine
 
     def _train(

@@ -223,7 +223,7 @@ def _io_core_share(rates: Rates) -> float:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return what profiles call a compute dtype."""
-    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
 def model_shape(prepared: Prepared) -> ModelShape:

@@ -125,6 +125,8 @@ def prepare(
     checkpoint = _open_checkpoint(config, weights_needed=with_rows)
     device = open_device(config.memory.device, budget_bytes=tensor_bytes(config.memory.gpu_memory))
     dtype = dtype or choose_dtype(config.model.dtype, device)
+    if dtype == torch.float16:
+        config = _for_fp16(config)
     if config.memory.compute_threads:
         torch.set_num_threads(config.memory.compute_threads)
     rows = read_rows(config, checkpoint) if with_rows else None
@@ -148,7 +150,7 @@ def prepare(
         budget_bytes=host_budget_bytes or host_budget(config),
         cache_bytes=config.memory.host_cache,
         chunk_bytes=config.io.chunk_bytes,
-        clipping=config.training.max_grad_norm > 0,
+        clipping=config.training.max_grad_norm > 0 or dtype == torch.float16,
         activations=config.memory.activations,
         recompute=config.memory.recompute,
         device=other_device if host_budget_bytes else _device_limits(config, device),
@@ -230,8 +232,9 @@ def choose_dtype(name: str, device: Device) -> torch.dtype:
         ConfigError: A card was asked for a dtype that it lacks.
     """
     if name == "auto":
-        return torch.bfloat16 if device.supports(torch.bfloat16) else torch.float32
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+        halves = (torch.bfloat16, torch.float16)
+        return next((dtype for dtype in halves if device.supports(dtype)), torch.float32)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
     if not device.supports(dtype):
         if device.torch_device.type != "cpu":
             raise ConfigError(f"{device.name} has no {name} in hardware. Use --dtype fp32 or auto.")
@@ -240,6 +243,30 @@ def choose_dtype(name: str, device: Device) -> torch.dtype:
             name,
         )
     return dtype
+
+
+def _for_fp16(config: Config) -> Config:
+    """Return the settings for computing in fp16.
+
+    A step is skipped if any gradient of it is not finite, so none may be applied before all are known; and the weights
+    that a block computes with are made from those in its slot each time, so that graphs would keep them.
+    """
+    wrong = {
+        "training.clipping: speculative updates before all gradients were looked at":
+            config.training.clipping == "speculative",
+        "memory.recompute: never would keep fp16 copies of all weights": config.memory.recompute == "never",
+        "training.master_weights: false rounds to bf16": not config.training.master_weights,
+    }  # fmt: skip
+    found = [text for text, is_wrong in wrong.items() if is_wrong]
+    if found:
+        raise ConfigError(
+            f"this does not go with computing in fp16: {'; '.join(found)}. Leave it out, or use --dtype fp32."
+        )
+    return replace(
+        config,
+        training=replace(config.training, clipping="deferred"),
+        memory=replace(config.memory, recompute="always"),
+    )
 
 
 def read_rows(config: Config, checkpoint: HfCheckpoint) -> Rows:

@@ -176,9 +176,11 @@ class Trainer:
         values = {
             "epoch": self._batches.epoch_of(step),
             "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "grad_norm": None if result.skipped else result.grad_norm,
             "clip_scale": result.clip_scale,
             "speculated": result.speculated,
+            "skipped": result.skipped,
+            "loss_scale": self._engine.loss_scale and self._engine.loss_scale.scale,
             "learning_rate": rate,
             "learned_tokens": result.learned_tokens,
             "tokens": tokens,
@@ -192,6 +194,11 @@ class Trainer:
         }
         self._metrics.write("step", step + 1, values)
         self._progress.step({"step": step + 1, **values})
+        if result.skipped and (scale := self._engine.loss_scale):
+            self._progress.note(
+                f"step {step + 1} was skipped: a gradient is not finite in fp16. The loss scale is now {scale.scale:g}; "
+                f"{scale.skipped_steps} of {step + 1} steps were skipped"
+            )
         if self._drift and (words := self._drift.add(step + 1, seconds)):
             self._progress.note(words)
 
@@ -244,7 +251,10 @@ class Trainer:
         self._engine.flush()
         self._swap.flush()
         self._metrics.sync()
-        state = TrainerState(done, self._total, self._adam.steps, self._identity)
+        scale = self._engine.loss_scale
+        state = TrainerState(
+            done, self._total, self._adam.steps, self._identity, scale.to_dict() if scale else None
+        )
         folder = save_checkpoint(
             self._output_dir, self._store, state, keep=self._config.save_total_limit
         )
