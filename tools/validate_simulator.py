@@ -85,11 +85,14 @@ def ours_text(comparisons: Sequence[Comparison]) -> str:
         "Simulated seconds of a step; written by `python tools/validate_simulator.py --write`. "
         "[simulator.md](simulator.md) says what the columns mean and what is assumed.", "",
         "| row | batch | Ratel published | Ratel simulated | ours, recomputing | bound by | ours, swapping "
-        "| ours, and caching | clipped, recomputing | clipped, swapping and caching |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| ours, and caching | clipped, recomputing | clipped, swapping and caching | speculating, recomputing "
+        "| speculating, swapping and caching |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for c in comparisons:
-        times = (c.swapped_s, c.cached_s, c.clipped_s, c.clipped_cached_s)
+        times = (
+            c.swapped_s, c.cached_s, c.clipped_s, c.clipped_cached_s, c.speculative_s, c.speculative_cached_s,
+        )  # fmt: skip
         against = " | ".join(f"{time:.1f} ({c.ratel_s / time:.2f}×)" for time in times)
         lines.append(
             f"| {c.row.label.replace(', ratel', '')} | {c.batch} | {c.ratel_published_s:.1f} | {c.ratel_s:.1f} | "

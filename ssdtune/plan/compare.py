@@ -35,17 +35,19 @@ def own_job(
     requests plays no part.
 
     Args:
-        update: "overlap" (no clipping, updates within backward) or "deferred" (exact clipping, the previous
-            step's updates within forward).
+        update: "overlap" (no clipping, updates within backward), "deferred" (exact clipping, the previous
+            step's updates within forward), or "speculative" (exact clipping, but neither this step nor the one
+            before is clipped: updates of streamed stages within backward, gradients wait all the same).
         gradients: Where gradients wait for the norm of all, "host" or "ssd".
         slots: For blocks' weights; one less for their gradients.
     """
-    if update not in ("overlap", "deferred") or gradients not in ("host", "ssd"):
+    if update not in ("overlap", "deferred", "speculative") or gradients not in ("host", "ssd"):
         raise ValueError(f'no schedule with update "{update}" and gradients on "{gradients}"')
     model, training = ledger.model, ledger.training
     stages = ledger.stages(resident)
     trained = frozenset(name for name, stage in stages.items() if stage.pieces)
-    deferred = trained if update == "deferred" else frozenset()
+    deferred = trained if update != "overlap" else frozenset()
+    speculative = deferred - {*resident} if update == "speculative" else frozenset[str]()
     shape = StepShape(
         num_blocks=model.num_blocks,
         num_micro_batches=training.micro_batches,
@@ -54,7 +56,9 @@ def own_job(
         block_slots=slots,
         gradient_slots=slots - 1,
         deferred=deferred,
+        speculative=speculative,
         pending=bool(deferred),
+        settled=speculative,
         gradients_on_ssd=deferred if gradients == "ssd" else frozenset(),
     )
     schedule = generate_training_step(shape)
@@ -101,6 +105,7 @@ class Comparison:
         cached_s: As `swapped_s`, and blocks kept in host memory as far as there is room.
         clipped_s: As `streamed_s` with exact clipping: updates are deferred.
         clipped_cached_s: As `cached_s` with exact clipping.
+        speculative_s, speculative_cached_s: The same two with speculative updates, where nothing is clipped.
         bounds: What is occupied longest in `streamed_s`, `swapped_s` and `cached_s`.
     """
 
@@ -113,6 +118,8 @@ class Comparison:
     cached_s: float
     clipped_s: float
     clipped_cached_s: float
+    speculative_s: float
+    speculative_cached_s: float
     bounds: tuple[str, str, str]
 
 
@@ -144,6 +151,8 @@ def compare(row: Row, constants: Constants | None = None) -> Comparison:
     kept = fastest(volumes, "overlap", caching=True)
     clipped = simulated(ledger, "deferred", caching=False)
     clipped_kept = fastest(volumes, "deferred", caching=True)
+    speculative = simulated(ledger, "speculative", caching=False)
+    speculative_kept = fastest(volumes, "speculative", caching=True)
     return Comparison(
         row=row,
         batch=prediction.batch,
@@ -154,6 +163,8 @@ def compare(row: Row, constants: Constants | None = None) -> Comparison:
         cached_s=kept.step_s,
         clipped_s=clipped.step_s,
         clipped_cached_s=clipped_kept.step_s,
+        speculative_s=speculative.step_s,
+        speculative_cached_s=speculative_kept.step_s,
         bounds=(streamed.binding, swapped.binding, kept.binding),
     )
 
