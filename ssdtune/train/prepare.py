@@ -450,9 +450,11 @@ def _gradients_text(plan: MemoryPlan) -> str:
     if not plan.deferred:
         return "updates overlap backward"
     waiting, stored = len(plan.gradients_in_memory), len(plan.gradients_on_ssd)
-    if not stored:
-        return "gradients wait in memory"
-    return "gradients wait on SSD" if not waiting else f"gradients of {stored} stages wait on SSD"
+    where = f"gradients of {stored} stages wait on SSD" if waiting else "gradients wait on SSD"
+    where = where if stored else "gradients wait in memory"
+    if plan.speculative:
+        return f"{where} in case updates have to be made again because of clipping"
+    return where
 
 
 def _activations_text(plan: MemoryPlan, num_blocks: int) -> str:
