@@ -76,7 +76,7 @@ def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
     """Load a checkpoint or an adapter folder with transformers or peft; never downloads.
 
     Args:
-        dtype: "bf16", "fp32", or "auto" for bf16 on a GPU and fp32 on the CPU.
+        dtype: "bf16", "fp16", "fp32", or "auto" for bf16 on a card that has it, and fp32 elsewhere.
 
     Raises:
         ConfigError: The folder cannot be loaded.
@@ -84,10 +84,13 @@ def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
     import torch
     import transformers
 
+    from ssdtune.device import open_device
+
     check_folder(folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = open_device("auto")
     if dtype == "auto":
-        dtype = "bf16" if device == "cuda" else "fp32"
+        dtype = "bf16" if device.own_memory and device.supports(torch.bfloat16) else "fp32"
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     loader: Any = transformers.AutoModelForCausalLM
     if Path(folder, "adapter_config.json").is_file():
         import peft
@@ -97,7 +100,7 @@ def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
     try:
         model = loader.from_pretrained(
             folder,
-            dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
+            dtype=dtypes[dtype],
             local_files_only=True,
             trust_remote_code=trust_remote_code,
         )
@@ -106,7 +109,7 @@ def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
         raise ConfigError(
             f"transformers cannot load {folder}: {reason} Name a checkpoint or adapter folder."
         ) from error
-    return model.to(device).eval()
+    return model.to(device.torch_device).eval()
 
 
 def mean_loss(folder: str, config: Config) -> EvalResult:
