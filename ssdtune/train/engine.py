@@ -215,6 +215,8 @@ class Engine:
         state = self._state
         clipped = state.update.scale != 1.0
         self._speculation.note(clipped=clipped)
+        if not speculated:
+            return speculated
         if clipped:
             self.adam.drop_speculated()
             return frozenset()
