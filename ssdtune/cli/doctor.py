@@ -6,7 +6,6 @@ also works where these are broken. How fast things are is for `ssdtune.hardware.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
 import importlib.metadata
@@ -202,34 +201,58 @@ def _aio(proc: Path = Path("/proc/sys/fs")) -> Iterator[Check]:
 
 
 def _gpu() -> Iterator[Check]:
-    build = _torch_cuda_version()
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    from ssdtune.device.driver import look
+
+    driver, build = look(), _torch_cuda_version()
+    if driver is None:
         yield Check("GPU", "warn", "no NVIDIA driver (libcuda.so.1); training runs on the CPU",
                     "Nothing to do if there is no GPU; otherwise install its driver.")  # fmt: skip
         return
-    count, error = ctypes.c_int(0), cuda.cuInit(0)
-    error = error or cuda.cuDeviceGetCount(ctypes.byref(count))
-    if error or not count.value:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not driver.cards:
+        told = "" if visible is None else f'; CUDA_VISIBLE_DEVICES is "{visible}"'
         yield Check(
-            "GPU", "warn", f"the driver shows no device (CUDA error {error})",
+            "GPU", "warn", f"the driver shows no device (CUDA error {driver.error}){told}",
             "Check nvidia-smi, CUDA_VISIBLE_DEVICES, and that the container was given the GPU.",
         )  # fmt: skip
         return
-    for index in range(count.value):
-        device, name, size = ctypes.c_int(0), ctypes.create_string_buffer(256), ctypes.c_size_t(0)
-        cuda.cuDeviceGet(ctypes.byref(device), index)
-        cuda.cuDeviceGetName(name, 256, device)
-        cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
-        text = f"{name.value.decode(errors='replace')}, {format_memory(size.value)}"
-        if build:
-            yield Check(f"GPU cuda:{index}", "ok", f"{text}, torch for CUDA {build}")
+    too_old = bool(build) and driver.supports[0] < int(build.partition(".")[0])
+    supported = f"{driver.supports[0]}.{driver.supports[1]}"
+    for index, card in enumerate(driver.cards):
+        name, text = f"GPU cuda:{index}", f"{card.name}, {format_memory(card.total_bytes)}"
+        if not build:
+            yield Check(name, "warn", f"{text}, but this torch is built without CUDA",
+                        "Install torch with CUDA: https://pytorch.org/get-started/locally")  # fmt: skip
+        elif too_old:
+            yield Check(
+                name, "warn", f"{text}, but the driver goes up to CUDA {supported} and torch is for {build}",
+                f"Update the driver, or install a torch for CUDA {driver.supports[0]}.",
+            )  # fmt: skip
+        elif card.mode:
+            yield Check(name, "warn", f"{text}, its compute mode is {card.mode}",
+                        "Let others end what holds it, or: sudo nvidia-smi -c 0")  # fmt: skip
+        elif card.used_bytes is not None and card.used_bytes > card.total_bytes // 4:
+            yield Check(
+                name, "warn", f"{text}, of which {format_memory(card.used_bytes)} are taken by other programs",
+                "nvidia-smi lists them. Plans use what is free, or gpu_memory; --device names another card.",
+            )  # fmt: skip
         else:
             yield Check(
-                f"GPU cuda:{index}", "warn", f"{text}, but this torch is built without CUDA",
-                "Install torch with CUDA: https://pytorch.org/get-started/locally",
-            )  # fmt: skip
+                name, "ok", f"{text}, {_computes_in(card.capability)}, torch for CUDA {build}"
+            )
+    if visible is not None:
+        yield Check(
+            "GPU choice", "ok", f'CUDA_VISIBLE_DEVICES is "{visible}": cuda:0 is the first of these'
+        )
+
+
+def _computes_in(capability: tuple[int, int]) -> str:
+    """Return the dtype of `auto`; the rule is `ssdtune.device.cuda`'s, which needs torch."""
+    if capability >= (8, 0):
+        return "computes in bf16"
+    if capability >= (7, 0) or capability == (6, 0):
+        return "no bf16: computes in fp16 with loss scaling"
+    return "no fast bf16 or fp16: computes in fp32"
 
 
 def _torch_cuda_version() -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdtune.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from ssdtune.device.base import Device
+
+
+logger = logging.getLogger(__name__)
 
 
 def open_device(name: str = "auto", *, budget_bytes: int | None = None) -> Device:
@@ -24,11 +30,19 @@ def open_device(name: str = "auto", *, budget_bytes: int | None = None) -> Devic
     kind, colon, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (colon and not (kind == "cuda" and index.isdigit())):
         raise BackendUnavailableError(f'unknown device "{name}". Use auto, cpu, cuda or cuda:1.')
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+    with warnings.catch_warnings():  # what torch warns of is told below, once
+        warnings.simplefilter("ignore")
+        works = kind != "cpu" and torch.cuda.is_available()
+        count = torch.cuda.device_count() if works else 0
+    if kind == "cpu" or (kind == "auto" and not works):
         from ssdtune.device.cpu import CpuDevice
 
+        if kind == "auto" and _driver().exists():
+            logger.warning(
+                "this machine has an NVIDIA driver, but torch %s finds no CUDA card: %s. Computing on the CPU; "
+                "ssdtune doctor says more.", torch.__version__, _reason(),
+            )  # fmt: skip
         return CpuDevice()
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise BackendUnavailableError(
             f"device {name} was asked for, but torch {torch.__version__} finds no CUDA card: {_reason()}. "
@@ -44,12 +58,18 @@ def open_device(name: str = "auto", *, budget_bytes: int | None = None) -> Devic
     return CudaDevice(int(index or 0), budget_bytes)
 
 
+def _driver() -> Path:
+    return Path("/proc/driver/nvidia/version")
+
+
 def _reason() -> str:
     """Return why torch cannot use CUDA, in its own words."""
     import torch
 
     try:
-        torch.cuda.init()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return (str(error).splitlines() or [""])[0].rstrip(".")
     return "the driver shows none"

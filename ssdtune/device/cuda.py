@@ -84,8 +84,9 @@ class CudaDevice:
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), index)
         elif free < total // 2:
             logger.warning(
-                "%s (%s): %s of %s are taken by other programs; nvidia-smi lists them.",
+                "%s (%s): %s of %s are taken by other programs; nvidia-smi lists them.%s",
                 self.name, properties.name, format_memory(total - free), format_memory(total),
+                " --device names another card." if torch.cuda.device_count() > 1 else "",
             )  # fmt: skip
         self._compute = torch.cuda.default_stream(self.torch_device)
         self._up = torch.cuda.Stream(self.torch_device)
