@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from statistics import mean, median
-from typing import Any, cast
+from statistics import fmean
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -48,39 +48,71 @@ def rehearse(
     seconds: float = SECONDS,
     clock: Clock = time.perf_counter,
 ) -> ComputeTimes:
-    """Measure what one micro-batch of a prepared run takes, by kind of operation.
+    """Measure what one micro-batch of a prepared run takes, by kind of operation; arguments as of `Rehearsal`."""
+    with Rehearsal(prepared, flop_per_s=flop_per_s, seconds=seconds, clock=clock) as rehearsal:
+        start = clock()
+        for number in range(1 + MOST_STEPS):
+            rehearsal.step()
+            if number == 0 and clock() - start < 4 * seconds:  # kernels were loaded
+                rehearsal.forget()
+                start = clock()
+            elif clock() - start > seconds:
+                break
+        return rehearsal.times
+
+
+class Rehearsal:
+    """Steps of a few blocks; a context manager.
 
     The memory that it takes is less than the run's: the slots of its plan with everything streamed.
 
     Args:
-        flop_per_s: About what the device reaches; a micro-batch that would take too long is cut, and times are
-            scaled by its tokens.
+        flop_per_s: About what the device reaches. A micro-batch of which two steps would take longer than `seconds`
+            is cut, and times are scaled by its tokens.
     """
-    batch, scale = _batch(prepared, seconds / 2 * flop_per_s)
-    samples: dict[str, list[float]] = {}
-    with _stage(prepared) as (swap, modes):
-        start = clock()
-        for number in range(1 + MOST_STEPS):
-            for shape in modes:
-                spans = _step(prepared, swap, shape, batch, clock)
-                _sort(spans, shape.num_blocks, samples)
-            if number == 0 and clock() - start < 4 * seconds:  # kernels were loaded
-                samples.clear()
-                start = clock()
-            elif clock() - start > seconds:
-                break
-    return ComputeTimes({name: median(values) * scale for name, values in samples.items()})
 
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        flop_per_s: float,
+        seconds: float = SECONDS,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._prepared = prepared
+        self._clock = clock
+        self._batch, self._scale = _batch(prepared, seconds / 2 * flop_per_s)
+        self._samples: dict[str, list[float]] = {}
+        self._stage = ExitStack()
 
-def _step(
-    prepared: Prepared, swap: SwapManager, shape: StepShape, batch: Batch, clock: Clock
-) -> list[Span]:
-    lanes = cast(Lanes, _OneAfterTheOther(prepared.device, clock))
-    engine = Engine(
-        prepared.blocks, swap, cast(Any, _NoUpdates()), prepared.device, lanes, shape,
-        seed=prepared.config.training.seed, max_grad_norm=0.0,
-    )  # fmt: skip
-    return engine.train_step([batch] * shape.num_micro_batches, 0, 0.0).spans
+    def __enter__(self) -> Self:
+        self._swap, self._modes = self._stage.enter_context(_stage(self._prepared))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stage.close()
+
+    def step(self) -> None:
+        """Run a step whose blocks are run again, and one whose blocks keep their activations, where plans may have these."""
+        for shape in self._modes:
+            lanes = cast(Lanes, _OneAfterTheOther(self._prepared.device, self._clock))
+            engine = Engine(
+                self._prepared.blocks, self._swap, cast(Any, _NoUpdates()), self._prepared.device, lanes,
+                shape, seed=self._prepared.config.training.seed, max_grad_norm=0.0,
+            )  # fmt: skip
+            result = engine.train_step([self._batch] * shape.num_micro_batches, 0, 0.0)
+            _sort(result.spans, shape.num_blocks, self._samples)
+
+    def forget(self) -> None:
+        """Count only what comes from now on."""
+        self._samples.clear()
+
+    @property
+    def times(self) -> ComputeTimes:
+        """What all steps took, in the mean: a step of the run is a sum, and means add up."""
+        return ComputeTimes(
+            {name: fmean(values) * self._scale for name, values in self._samples.items()}
+        )
 
 
 def _sort(spans: list[Span], num_blocks: int, samples: dict[str, list[float]]) -> None:
@@ -217,7 +249,7 @@ def _typical(prepared: Prepared) -> tuple[Batch, float]:
         return batch, batch.input_ids.size
     steps = range(min(LOOKED_AT, rows.total_steps))
     batches = [batch for step in steps for batch in rows.plan.step_batches(step)]
-    tokens = mean(batch.input_ids.size for batch in batches)
+    tokens = fmean(batch.input_ids.size for batch in batches)
     return min(batches, key=lambda batch: abs(batch.input_ids.size - tokens)), tokens
 
 
