@@ -24,7 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.cells import BENCH, Bench, Cell, ssdtune
+from bench.cells import BENCH, Bench, Cell
 from bench.models import SIZES
 from bench.process import Failed, run_json
 
@@ -69,15 +69,6 @@ def _measure(cell: Cell, bench: Bench) -> dict[str, Any]:
         }  # fmt: skip
         if cell.memory == "streamed":
             settings["host_cache"] = 0
-            flags = [
-                f"--{name.replace('_', '-')}={value}"
-                for name, value in settings.items()
-                if name not in ("model_name_or_path", "verify")
-            ]
-            command = ssdtune("plan", str(settings["model_name_or_path"]), *flags, "--json")
-            planned = run_json(command, bench.folder, codes=(0, 3))
-            if planned["memory"]:
-                settings["host_memory"] = int(1.05 * planned["memory"]["host_bytes"])
         command = [sys.executable, str(BENCH / "side_by_side.py"), str(kept), json.dumps(settings)]
         return run_json(command, bench.folder)
     except Failed as error:
