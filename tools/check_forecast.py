@@ -43,7 +43,7 @@ def main() -> int:
         for chosen in product(args.models, args.methods, args.batches, args.modes, args.memories):
             cell = Cell(*chosen)
             print(cell.name, file=sys.stderr, flush=True)
-            records.append({"name": cell.name} | _measure(cell, bench))
+            records.append({"name": cell.name} | _measure(cell, bench, args.in_memory))
             if args.save:
                 args.save.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
     finally:
@@ -53,7 +53,7 @@ def main() -> int:
     return 1 if any("failed" in record for record in records) else 0
 
 
-def _measure(cell: Cell, bench: Bench) -> dict[str, Any]:
+def _measure(cell: Cell, bench: Bench, in_memory: bool) -> dict[str, Any]:
     output = bench.folder / "out"
     try:
         profile = bench.profile(cell.model)
@@ -70,6 +70,12 @@ def _measure(cell: Cell, bench: Bench) -> dict[str, Any]:
         if cell.memory == "streamed":
             settings["host_cache"] = 0
         command = [sys.executable, str(BENCH / "side_by_side.py"), str(kept), json.dumps(settings)]
+        if in_memory:
+            command += [
+                sys.executable, str(BENCH / "in_memory.py"), str(settings["model_name_or_path"]),
+                str(settings["train_file"]), "--method", cell.method, "--batch", str(cell.batch),
+                "--steps", str(bench.steps), "--dtype", bench.dtype, "--max-grad-norm", str(settings["max_grad_norm"]),
+            ]  # fmt: skip
         return run_json(command, bench.folder)
     except Failed as error:
         return {"failed": str(error)}
@@ -80,12 +86,13 @@ def _measure(cell: Cell, bench: Bench) -> dict[str, Any]:
 def render(records: list[dict[str, Any]]) -> str:
     """Return the table, and what failed."""
     lines = [
-        "| case | step s | slowest ÷ fastest | forecast s | error | error before | lanes: forecast / measured s |",
-        "|---|--:|--:|--:|--:|--:|---|",
+        "| case | step s | slowest ÷ fastest | forecast s | error | error before | step ÷ in memory "
+        "| lanes: forecast / measured s |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for record in records:
         if "failed" in record:
-            lines.append(f"| {record['name']} | failed: {record['failed']} | | | | | |")
+            lines.append(f"| {record['name']} | failed: {record['failed']} | | | | | | |")
             continue
         lanes = ", ".join(
             f"{lane} {record['forecast_lane_s'].get(lane, 0):.2f} / {seconds:.2f}"
@@ -95,7 +102,7 @@ def render(records: list[dict[str, Any]]) -> str:
         spread = max(record["all_step_s"]) / min(record["all_step_s"])
         lines.append(
             f"| {record['name']} | {record['step_s']:.2f} | {spread:.2f} | {record['forecast_s']:.2f} | "
-            f"{record['error']:+.1%} | {record['error_before']:+.1%} | {lanes} |"
+            f"{record['error']:+.1%} | {record['error_before']:+.1%} | {_to_in_memory(record)} | {lanes} |"
         )
     errors = [abs(record["error"]) for record in records if "error" in record]
     if errors:
@@ -105,6 +112,11 @@ def render(records: list[dict[str, Any]]) -> str:
             f"worst {max(errors):.1%}"
         )
     return "\n".join(lines)
+
+
+def _to_in_memory(record: dict[str, Any]) -> str:
+    seconds = record["in_memory_s"]
+    return f"{record['step_s'] / statistics.median(seconds):.2f}" if seconds else "–"
 
 
 def _parse() -> argparse.Namespace:
@@ -122,6 +134,11 @@ def _parse() -> argparse.Namespace:
         "--steps", type=int, default=10, help="the first two and the last don't count"
     )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="")
+    parser.add_argument(
+        "--in-memory",
+        action="store_true",
+        help="also a step of the same training in memory, in turns",
+    )
     parser.add_argument("--keep", action="store_true", help="leave models and profiles")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the JSON after each case")

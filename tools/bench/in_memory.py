@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,22 @@ def main() -> int:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
     parser.add_argument("--max-grad-norm", type=float, required=True)
-    print(json.dumps(train(parser.parse_args())))
+    parser.add_argument(
+        "--on-request",
+        action="store_true",
+        help="a step for each line on stdin, its seconds on stdout",
+    )
+    args = parser.parse_args()
+    found = train(args)
+    if not args.on_request or "skipped" in found:
+        print(json.dumps(found), flush=True)
     return 0
+
+
+def is_requested(seconds: float) -> bool:
+    """Tell what the last step took, and wait for a line on stdin that asks for the next; False at its end."""
+    print(seconds, flush=True)
+    return bool(sys.stdin.readline())
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -92,6 +107,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         seconds.append(time.perf_counter() - begin)
         losses.append(float(loss))
+        if args.on_request and not is_requested(seconds[-1]):
+            break
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "step_s": seconds, "losses": losses, "peak_memory_bytes": peak, "gradient_checkpointing": checkpointing,

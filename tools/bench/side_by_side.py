@@ -1,8 +1,9 @@
 """One run of `ssdtune finetune` with its rates measured between its steps.
 
-    python tools/bench/side_by_side.py PROFILE SETTINGS_AS_JSON
+    python tools/bench/side_by_side.py PROFILE SETTINGS_AS_JSON [COMMAND OF tools/bench/in_memory.py ...]
 
-Prints one JSON document: seconds of the steps, and the forecast made of the means of what was measured beside them.
+Prints one JSON document: seconds of the steps, the forecast made of the means of what was measured beside them, and what
+a step in memory took in turns with them.
 Called by tools/check_forecast.py, which explains why.
 """
 
@@ -11,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,46 @@ DRIVE_S = 0.3
 SIZE = 1 << 30
 
 
+class InMemory:
+    """The same training in memory, in a process of its own that makes a step when it is asked."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.process = subprocess.Popen(
+            [*command, "--on-request"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.seconds: list[float] = []
+        self.skipped = ""
+        self._take()
+        self.seconds.clear()  # the first step loads kernels
+
+    def step(self) -> None:
+        if not self.skipped:
+            assert self.process.stdin
+            print(file=self.process.stdin, flush=True)
+            self._take()
+
+    def _take(self) -> None:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        try:
+            self.seconds.append(float(line))
+        except ValueError:
+            self.skipped = line.strip() or "it failed"
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
 class Meter(Progress):
     """Measures after each step that counts."""
 
-    def __init__(self, profile: HardwareProfile, rehearsal: Any, threads: int) -> None:
+    def __init__(
+        self, profile: HardwareProfile, rehearsal: Any, threads: int, in_memory: InMemory | None
+    ) -> None:
         super().__init__()
+        self.in_memory = in_memory
         self.profile = profile
         self.rehearsal = rehearsal
         self.threads = threads
@@ -58,6 +95,8 @@ class Meter(Progress):
         if metrics["step"] <= FIRST or metrics["step"] > self.total_steps - LAST:
             return
         self.steps.append(dict(metrics))
+        if self.in_memory:
+            self.in_memory.step()
         self.rehearsal.step()
         assert self.bench is not None
         for kind in KINDS:
@@ -99,8 +138,11 @@ def main() -> int:
     with Rehearsal(prepared, flop_per_s=flop) as rehearsal:
         rehearsal.step()
         rehearsal.forget()
-        meter = Meter(profile, rehearsal, threads)
+        in_memory = InMemory(sys.argv[3:]) if sys.argv[3:] else None
+        meter = Meter(profile, rehearsal, threads, in_memory)
         with meter.stack:
+            if in_memory:
+                meter.stack.callback(in_memory.close)
             result = finetune(config, progress=meter)
         times = rehearsal.times
     beside = meter.measured()
@@ -119,6 +161,8 @@ def main() -> int:
         "forecast_before_s": chosen.forecast.step_s,
         "error": forecast.step_s / step_s - 1,
         "error_before": chosen.forecast.step_s / step_s - 1,
+        "in_memory_s": in_memory.seconds if in_memory else [],
+        "in_memory_skipped": in_memory.skipped if in_memory else "not asked for",
         "rates": meter.rates,
         "times": dict(times.seconds),
         "plan": prepared.memory.to_dict(),
