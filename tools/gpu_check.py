@@ -10,7 +10,7 @@ or a package is missing.
 
 "Equal" is against plain training in memory on the same device: transformers, peft, torch's AdamW. Tolerances: fp32
 losses 1e-5 and norms 1e-4 relative; bf16 losses 1e-3 and norms 1e-2, for one rounding to bf16 changes an activation by
-2^-8 of itself. Of the weights, the change is compared, all elements together: |ours - reference| / |reference - start| is
+2^-8 of itself; fp16, with loss scaling, as bf16, for that is what its weights are stored in. Of the weights, the change is compared, all elements together: |ours - reference| / |reference - start| is
 at most 0.01 (fp32) or 0.05 (bf16, where honest runs that round elsewhere are 0.01 to 0.05 apart, and runs without fp32
 masters 1).
 """
@@ -213,16 +213,17 @@ def in_memory(
     """Train as transformers and peft would.
 
     Weights are fp32; with bf16 the model holds their rounding and each micro-batch's bf16 gradient is added in fp32, as
-    ssdtune does it. With `autocast` it is done the usual way instead, which is what speed is compared with.
+    ssdtune does it; with fp16 it computes with the same rounding, and steps that overflow are skipped. With `autocast` it is done the usual way instead, which is what speed is compared with.
     """
     import peft
     import torch
     from transformers import AutoModelForCausalLM
 
     where = torch.device(bench.device_name)
-    halves = dtype == "bf16" and not autocast
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+    halves = dtype != "fp32" and not autocast
     model: Any = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.bfloat16 if halves else torch.float32
+        model_dir, dtype=half if halves else torch.float32
     )
     exact: dict[str, Any] = {}
     if method == "lora":
@@ -235,11 +236,18 @@ def in_memory(
         full = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         exact = {name: p.detach().to(where) for name, p in full.named_parameters()}
     model.to(where).train()
+    if (
+        method == "lora" and halves and dtype == "bf16"
+    ):  # adapters compute in bf16, as under autocast
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                exact[name] = p.detach().clone()
+                p.data = p.data.bfloat16()
     if bench.is_card:
         torch.cuda.reset_peak_memory_stats(where)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {
-        name: torch.nn.Parameter(exact.get(name, p).float()) if p.dtype == torch.bfloat16 else p
+        name: p if p.dtype == torch.float32 else torch.nn.Parameter(exact.get(name, p).float())
         for name, p in trained.items()
     }
 
@@ -247,12 +255,13 @@ def in_memory(
         for name, p in trained.items():
             if masters[name] is not p:
                 bits = masters[name].detach().view(torch.int32) + 0x8000  # rounds half up
-                p.data.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
+                p.data.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16).to(p.dtype))
 
     def export() -> dict[str, Any]:
         if method == "lora":
+            places = {p.data_ptr(): masters[name] for name, p in trained.items()}
             return {
-                k: v.detach().float().cpu().clone()
+                k: places.get(v.data_ptr(), v).detach().float().cpu().clone()
                 for k, v in peft.get_peft_model_state_dict(model).items()
             }
         return {n: m.detach().float().cpu().clone() for n, m in masters.items()}
@@ -264,7 +273,7 @@ def in_memory(
     )
     rows = [json.loads(line) for line in rows_path.read_text(encoding="utf-8").splitlines()]
     result = Reference([], [], {}, start, [], 0)
-    place = 0
+    place, scale = 0, 2.0**16 if dtype == "fp16" else 1.0
     for _ in range(steps):
         began = time.perf_counter()
         window = []
@@ -281,7 +290,7 @@ def in_memory(
                     use_cache=False,
                     num_items_in_batch=torch.tensor(learned, device=where),
                 ).loss
-            loss.backward()
+            (loss * scale).backward()
             losses.append(loss.detach())
             for name, p in trained.items():
                 master = masters[name]
@@ -289,9 +298,16 @@ def in_memory(
                     gradient = p.grad.float()
                     master.grad = gradient if master.grad is None else master.grad + gradient
                     p.grad = None
+        if scale != 1.0:
+            for master in masters.values():
+                if master.grad is not None:
+                    master.grad /= scale
         limit = max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(list(masters.values()), limit)
-        optimizer.step()
+        if math.isfinite(norm):
+            optimizer.step()
+        else:
+            scale /= 2
         publish()
         optimizer.zero_grad(set_to_none=True)
         result.losses.append(sum(loss.item() for loss in losses))  # waits for the card
@@ -371,8 +387,10 @@ CASES: dict[str, dict[str, Any]] = {
     "full bf16": {"method": "full", "dtype": "bf16", "max_grad_norm": 0.0},
     "lora fp32 clipped": {"method": "lora", "dtype": "fp32", "max_grad_norm": 0.1},
     "lora bf16": {"method": "lora", "dtype": "bf16", "max_grad_norm": 0.0},
+    "full fp16 clipped": {"method": "full", "dtype": "fp16", "max_grad_norm": 0.5},
+    "lora fp16": {"method": "lora", "dtype": "fp16", "max_grad_norm": 0.0},
 }
-LIMITS = {"fp32": (1e-5, 1e-4, 0.01), "bf16": (1e-3, 1e-2, 0.05)}
+LIMITS = {"fp32": (1e-5, 1e-4, 0.01), "bf16": (1e-3, 1e-2, 0.05), "fp16": (1e-3, 1e-2, 0.05)}
 
 
 def equality(case: str) -> Callable[[Bench], dict[str, Any]]:
@@ -438,6 +456,7 @@ def check_bits(bench: Bench) -> dict[str, Any]:
         "recomputed": {"recompute": "always"},
         "activations kept": {"recompute": "never"},
         "read far ahead": {"prefetch_depth": 3},
+        "little memory of the card": {"gpu_memory": "750MiB", "prefetch_depth": 0},
         "small chunks": {"chunk_bytes": 65536, "request_bytes": 65536},
         **{
             f"backend {name}": {"backend": name}
@@ -591,11 +610,12 @@ def check_overlap(bench: Bench) -> dict[str, Any]:
 
 
 def check_memory(bench: Bench) -> dict[str, Any]:
-    """The most card memory that training takes, beside the plan and training in memory."""
+    """The most card memory that training takes, beside the plan, which is also given as the budget."""
     bench.need_card()
     import torch
 
     import ssdtune
+    from ssdtune.plan.device_memory import CONTEXT_BYTES
 
     where = torch.device(bench.device_name)
     shape = bench.size.large
@@ -605,28 +625,52 @@ def check_memory(bench: Bench) -> dict[str, Any]:
         "dtype": _best_dtype(bench), "max_steps": 2, "per_device_train_batch_size": shape.batch,
         "max_length": shape.sequence,
     }  # fmt: skip
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(where)
-    torch.cuda.reset_peak_memory_stats(where)
-    with bench.output() as output:
-        bench.train(model, rows, output, **settings)
-        peak = torch.cuda.max_memory_allocated(where) - before
-        reserved = torch.cuda.max_memory_reserved(where)
-        plan = ssdtune.plan(
-            model_name_or_path=str(model), train_file=str(rows), output_dir=str(output) + "-plan",
-            device=bench.device_name, host_cache=0, **settings,
-        )  # fmt: skip
-    memory = plan.to_dict()["memory"] or {}
-    planned = next((memory[key] for key in ("device_bytes", "card_bytes") if memory.get(key)), None)
-    gc.collect()
-    figures = {
-        "peak_bytes": peak, "reserved_bytes": reserved, "planned_bytes": planned,
-        "left_bytes": torch.cuda.memory_allocated(where) - before,
-    }  # fmt: skip
-    if planned and peak > planned:
-        raise Failed("more than planned", figures)
-    if figures["left_bytes"] > MIB:
-        raise Failed("memory of the card was not given back after the run", figures)
+    variants: dict[str, dict[str, Any]] = {
+        "streamed": {"host_cache": 0},
+        "inputs on ssd": {"host_cache": 0, "activations": "ssd"},
+        "activations kept": {"host_cache": None, "recompute": "never"},
+        "activations on ssd": {"host_cache": 0, "activations": "ssd", "recompute": "never"},
+    }
+    if settings["dtype"] == "fp16":  # runs blocks again
+        variants = {n: changes for n, changes in variants.items() if "recompute" not in changes}
+    figures: dict[str, Any] = {}
+    wrong = []
+    for name, changes in variants.items():
+        given = {**settings, **changes}
+        with bench.output() as output:
+            plan = ssdtune.plan(
+                model_name_or_path=str(model), train_file=str(rows), output_dir=str(output),
+                device=bench.device_name, **given,
+            )  # fmt: skip
+            memory = plan.to_dict()["memory"] or {}
+            planned = memory["device_bytes"]
+            gc.collect()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated(where)
+            torch.cuda.reset_peak_memory_stats(where)
+            try:
+                bench.train(model, rows, output, **given, gpu_memory=planned)
+            except Exception as error:
+                wrong.append(f"{name}: {type(error).__name__}: {error}")
+                continue
+        gc.collect()
+        found = {
+            "peak_bytes": torch.cuda.max_memory_allocated(where) - before,
+            "reserved_bytes": torch.cuda.max_memory_reserved(where),
+            "planned_bytes": planned - CONTEXT_BYTES,
+            "left_bytes": torch.cuda.memory_allocated(where) - before,
+            "breakdown": memory["device_breakdown"],
+        }
+        found["peak_share_of_plan"] = found["peak_bytes"] / found["planned_bytes"]
+        figures[name] = found
+        if found["peak_bytes"] > found["planned_bytes"]:
+            wrong.append(f"{name}: more than planned")
+        if found["left_bytes"] > MIB:
+            wrong.append(f"{name}: memory of the card was not given back after the run")
+    free, total = torch.cuda.mem_get_info(where)
+    figures["context_bytes"] = total - free - torch.cuda.memory_reserved(where)
+    if wrong:
+        raise Failed("; ".join(wrong), figures)
     return figures
 
 
@@ -701,7 +745,11 @@ def _has_bf16(bench: Bench) -> bool:
 
 
 def _best_dtype(bench: Bench) -> str:
-    return "bf16" if _has_bf16(bench) else "fp32"
+    import torch
+
+    device = bench.open_device()
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return next((name for name, dtype in halves.items() if device.supports(dtype)), "fp32")
 
 
 def check_speed(bench: Bench) -> dict[str, Any]:

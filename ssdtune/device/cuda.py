@@ -80,9 +80,10 @@ class CudaDevice:
         self._capabilities = Capabilities(
             properties.name, (properties.major, properties.minor), total
         )
-        if budget_bytes is not None:
-            torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), index)
-        elif free < total // 2:
+        # Always, for a run before in this process may have had a budget.
+        fraction = 1.0 if budget_bytes is None else min(1.0, budget_bytes / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, index)
+        if budget_bytes is None and free < total // 2:
             logger.warning(
                 "%s (%s): %s of %s are taken by other programs; nvidia-smi lists them.%s",
                 self.name, properties.name, format_memory(total - free), format_memory(total),

@@ -210,6 +210,8 @@ def test_a_budget_is_kept_by_the_allocator_and_named(cuda: PretendedCuda) -> Non
     text = str(device.explain(error))
     assert "no room for 4.00 GiB more in its budget of 6.00 GiB" in text
     assert "at least 7.00 GiB" in text
+    open_device("cuda:1")
+    assert cuda.fraction == 1.0  # the next run in this process has no budget
 
 
 @pytest.mark.parametrize(
