@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ssdtune.plan.schedule import Schedule
 from ssdtune.plan.sharing import EPSILON, IDLE, Sharing
@@ -36,6 +36,19 @@ class Cost:
     def alone_s(self) -> float:
         """Seconds that it takes alone."""
         return max(self.seconds.values(), default=0.0)
+
+    def followed_by(self, other: Cost, times: int) -> Cost:
+        """Return the cost of this and so many others taken as one operation."""
+
+        def summed(mine: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+            names = {**mine, **others}
+            return {name: mine.get(name, 0) + times * others.get(name, 0) for name in names}
+
+        return Cost(
+            summed(self.seconds, other.seconds),
+            summed(self.acquires, other.acquires),
+            summed(self.releases, other.releases),
+        )
 
 
 class Span(NamedTuple):

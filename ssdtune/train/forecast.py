@@ -26,7 +26,7 @@ from ssdtune.plan.hardware import Hardware
 from ssdtune.plan.ledger import Ledger, ModelShape, TrainingShape, work_of
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.plan.schedule import Schedule
-from ssdtune.plan.simulator import Simulation, simulate
+from ssdtune.plan.simulator import Cost, Simulation, simulate
 from ssdtune.plan.times import ComputeTimes
 from ssdtune.report.answer import time_lines
 from ssdtune.report.timeline import Bar, draw
@@ -39,6 +39,8 @@ MOST_OPERATIONS = 20000
 """About so many operations of updates are simulated at most; above, neighbouring pieces are taken as one."""
 QUICK_OPERATIONS = 2500
 """About so many where many plans are tried. They cost up to 1 % of exactness, the same for all plans of a run."""
+LEAST_GROUPS = 4
+"""Micro-batches are taken together too where there are many, but so many stay."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +138,21 @@ class Forecaster:
         most_operations: int,
     ) -> tuple[Schedule, Simulation]:
         machine, ledger = hardware or self.hardware, ledger or self.ledger
+        count, shape = ledger.training.micro_batches, self._shape(plan, most_operations)
+        # Where inputs go to SSD and back, how long a single one takes matters.
+        together = 1 if shape.input_slots else -(-2 * len(shape.stages) * count // most_operations)
+        together = min(together, max(count // LEAST_GROUPS, 1))
         shape = replace(
-            self._shape(plan, most_operations), num_micro_batches=ledger.training.micro_batches,
-            pending=bool(plan.deferred), settled=plan.speculative,
+            shape, num_micro_batches=-(-count // together), pending=bool(plan.deferred), settled=plan.speculative
         )  # fmt: skip
         schedule = generate_training_step(shape)
         works = work_of(schedule, shape, ledger)  # the same object for operations that are alike
         distinct = {id(work): work for work in works}
-        costs = {number: machine.cost(work) for number, work in distinct.items()}
-        return schedule, simulate(schedule, [costs[id(work)] for work in works])
+        prices = {number: machine.cost(work) for number, work in distinct.items()}
+        costs = [prices[id(work)] for work in works]
+        if together > 1:
+            costs = _for_groups(schedule, costs, together, count)
+        return schedule, simulate(schedule, costs)
 
     def _shape(self, plan: MemoryPlan, most_operations: int) -> StepShape:
         """Return the shape of a step whose updates have about so many operations at most.
@@ -173,6 +181,32 @@ class Forecaster:
         slots = max(min(shape.chunk_slots, 3), -(-shape.chunk_slots // size))
         stages = {name: self._stages[key] for name, key in keys.items()}
         return replace(shape, stages=stages, chunk_slots=slots)
+
+
+def _for_groups(
+    schedule: Schedule, costs: list[Cost], together: int, micro_batches: int
+) -> list[Cost]:
+    """Return the costs of a schedule each of whose micro-batches stands for so many, the last one for the rest.
+
+    Args:
+        costs: Of single micro-batches. The first of a step may cost less or more than the others.
+    """
+    operations = schedule.operations
+    later = {
+        (op.kind, op.stage): cost for op, cost in zip(operations, costs) if op.micro_batch == 1
+    }
+    known: dict[tuple[int, int, int], Cost] = {}
+    result = []
+    for op, cost in zip(operations, costs):
+        more = min(together, micro_batches - op.micro_batch * together) - 1
+        if op.micro_batch >= 0 and more:
+            other = later[op.kind, op.stage]
+            key = (id(cost), id(other), more)
+            if key not in known:
+                known[key] = cost.followed_by(other, more)
+            cost = known[key]
+        result.append(cost)
+    return result
 
 
 def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
