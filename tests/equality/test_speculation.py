@@ -112,6 +112,27 @@ def test_any_settings(tmp_path: Path, seed: int) -> None:
         assert_same_bits(run(folder, "speculative", settings | saving), deferred)
 
 
+@pytest.mark.parametrize(
+    ("saving", "speculated"),
+    [
+        ({"save_steps": 4, "save_total_limit": 1}, [True, True]),
+        ({"save_steps": 1, "save_total_limit": 3}, [True, False]),
+    ],
+)
+def test_room_in_a_run_that_goes_on(
+    tmp_path: Path, saving: dict[str, int], speculated: list[bool]
+) -> None:
+    """Its files become longer; while it still has more checkpoints than it will keep, there may be no room."""
+    folder = prepared(tmp_path, "llama")
+    settings = {"max_grad_norm": NEVER}
+    saved = run(folder, "run", settings | saving, clipping="deferred")
+    more = {"save_steps": 0, "save_total_limit": 1, "clipping": "speculative"}
+    checkpoint = str(saved.output_dir / "checkpoint-4")
+    again = run(folder, "run", settings | more, resume_from_checkpoint=checkpoint)
+    assert_same_bits(again, saved)
+    assert again.series("speculated") == [False] * 4 + speculated
+
+
 def test_bytes_of_steps_that_are_not_clipped(tmp_path: Path) -> None:
     """As without clipping, but for gradients that are written to wait, in case they are needed again."""
     folder = prepared(tmp_path, "llama")
