@@ -42,20 +42,9 @@ constexpr std::uint32_t kHighNotFinite = 0x7f7f8000;
 constexpr std::uint32_t kRoundedNotFinite = 0x7f7f0001;
 constexpr std::uint32_t kNoSign = 0x7fffffff;
 
-SSDTUNE_INLINE float new_weight(float weight, float grad, float& exp_avg, float& exp_avg_sq,
-                                const AdamScalars& s) {
-  const float g = grad * s.grad_scale;
-  const float decayed = weight * s.decay;
-  const float m = exp_avg + (g - exp_avg) * s.one_minus_beta1;
-  const float v = exp_avg_sq * s.beta2 + (s.one_minus_beta2 * g) * g;
-  exp_avg = m;
-  exp_avg_sq = v;
-  const float denominator = __builtin_sqrtf(v) * s.inverse_root + s.eps;
-  return decayed - (s.step_size * m) / denominator;
-}
+SSDTUNE_INLINE float root(float value) { return __builtin_sqrtf(value); }
 
-// What the weights are: see AdamArrays.
-enum class Weights { kMaster, kSplit, kRounded };
+#include "ssdtune/new_weight.h"
 
 // Updates elements [first, first + size) of whole masters; returns the largest absolute value's
 // bits. The moments start at the first of these elements.
@@ -198,7 +187,7 @@ struct Kernels {
   const char* name;
   bool (*supported)();
   Update masters, halves, rounded;
-  const CodeLoops& codes;
+  const CodedKernels& coded;
   double (*sum_block)(const float*, std::size_t);
 };
 
@@ -210,13 +199,13 @@ struct Kernels {
   }                                                                                             \
   target double sum_block_##name(const float* v, std::size_t n) { return sum_block(v, n); }
 
-#define SSDTUNE_ROW(name, supported, codes) \
+#define SSDTUNE_ROW(name, supported, coded) \
   {#name,                                   \
    supported,                               \
    update_##name<Weights::kMaster>,         \
    update_##name<Weights::kSplit>,          \
    update_##name<Weights::kRounded>,        \
-   codes,                                   \
+   coded,                                   \
    sum_block_##name}
 
 SSDTUNE_KERNELS(baseline, )
@@ -234,11 +223,11 @@ bool has_avx512() {
 
 constexpr Kernels kKernels[] = {
 #if defined(__x86_64__)
-    SSDTUNE_ROW(avx512, has_avx512, kCodesAvx512),
-    SSDTUNE_ROW(avx2, has_avx2, kCodesAvx2),
+    SSDTUNE_ROW(avx512, has_avx512, kCodedAvx512),
+    SSDTUNE_ROW(avx2, has_avx2, kCodedAvx2),
 #endif
     SSDTUNE_ROW(
-        baseline, [] { return true; }, kCodesBaseline),
+        baseline, [] { return true; }, kCodedBaseline),
 };
 
 const Kernels& kernels(const std::string& level) {
@@ -248,62 +237,63 @@ const Kernels& kernels(const std::string& level) {
   return kKernels[std::size(kKernels) - 1];
 }
 
-// Moments in 8 bits: a block's are decoded, updated and encoded in the nearest cache.
-std::uint32_t update_blocks(const AdamArrays& a, const AdamScalars& s, Update update,
-                            const CodeLoops& loops, float& largest_scale) {
-  alignas(64) float exp_avg[kCodeBlock];
-  alignas(64) float exp_avg_sq[kCodeBlock];
-  std::uint32_t largest = 0;
-  const auto update_block = [&](std::size_t first, std::size_t size, std::uint8_t* exp_avg_code,
-                                std::uint8_t* exp_avg_sq_code) {
-    float& exp_avg_scale = a.exp_avg_scale[first / kCodeBlock];
-    float& exp_avg_sq_scale = a.exp_avg_sq_scale[first / kCodeBlock];
-    loops.decode_signed(exp_avg_code, exp_avg_scale, exp_avg);
-    loops.decode_unsigned(exp_avg_sq_code, exp_avg_sq_scale, exp_avg_sq);
-    largest = std::max(largest, update(a, first, size, exp_avg, exp_avg_sq, s));
-    std::fill(exp_avg + size, std::end(exp_avg), 0.0F);
-    std::fill(exp_avg_sq + size, std::end(exp_avg_sq), 0.0F);
-    exp_avg_scale = loops.encode_signed(exp_avg, exp_avg_code);
-    exp_avg_sq_scale = loops.encode_unsigned(exp_avg_sq, exp_avg_sq_code);
-    for (const float scale : {exp_avg_scale, exp_avg_sq_scale}) {
-      largest_scale = std::isfinite(scale) ? std::max(largest_scale, scale) : INFINITY;
-    }
-  };
+// Moments in 8 bits. What is left after whole blocks is updated in a block of its own, which is
+// filled up with its last element: that changes neither the scales nor what is finite.
+Largest update_coded(const AdamArrays& a, const AdamScalars& s, CodedUpdate update) {
+  Largest largest = update(a, s);
   const std::size_t whole = a.size / kCodeBlock * kCodeBlock;
-  for (std::size_t i = 0; i < whole; i += kCodeBlock) {
-    if (i + kAhead + kCodeBlock <= a.size) {
-      prefetch(a.exp_avg_code + i + kAhead, kCodeBlock);
-      prefetch(a.exp_avg_sq_code + i + kAhead, kCodeBlock);
-    }
-    update_block(i, kCodeBlock, a.exp_avg_code + i, a.exp_avg_sq_code + i);
-  }
-  if (const std::size_t rest = a.size - whole; rest > 0) {  // filled up with zeros
-    std::uint8_t exp_avg_code[kCodeBlock] = {};
-    std::uint8_t exp_avg_sq_code[kCodeBlock] = {};
-    std::memcpy(exp_avg_code, a.exp_avg_code + whole, rest);
-    std::memcpy(exp_avg_sq_code, a.exp_avg_sq_code + whole, rest);
-    update_block(whole, rest, exp_avg_code, exp_avg_sq_code);
-    std::memcpy(a.exp_avg_code + whole, exp_avg_code, rest);
-    std::memcpy(a.exp_avg_sq_code + whole, exp_avg_sq_code, rest);
-  }
-  return largest;
+  const std::size_t rest = a.size - whole;
+  if (rest == 0) return largest;
+  float master[kCodeBlock], grad[kCodeBlock];
+  std::uint16_t high[kCodeBlock];
+  std::int16_t low[kCodeBlock];
+  std::uint8_t exp_avg_code[kCodeBlock], exp_avg_sq_code[kCodeBlock];
+  AdamArrays block = a;
+  block.size = kCodeBlock;
+  block.exp_avg_scale += whole / kCodeBlock;
+  block.exp_avg_sq_scale += whole / kCodeBlock;
+  block.rounding.first += static_cast<std::uint32_t>(whole);
+  const auto fill = [&](auto*& array, auto* copy) {
+    if (array == nullptr) return;
+    std::copy_n(array + whole, rest, copy);
+    std::fill(copy + rest, copy + kCodeBlock, copy[rest - 1]);
+    array = copy;
+  };
+  fill(block.master, master);
+  fill(block.high, high);
+  fill(block.low, low);
+  fill(block.exp_avg_code, exp_avg_code);
+  fill(block.exp_avg_sq_code, exp_avg_sq_code);
+  fill(block.grad, grad);
+  const Largest more = update(block, s);
+  const auto take = [&](auto* array, const auto* copy) {
+    if (array != nullptr) std::copy_n(copy, rest, array + whole);
+  };
+  take(a.master, master);
+  take(a.high, high);
+  take(a.low, low);
+  take(a.exp_avg_code, exp_avg_code);
+  take(a.exp_avg_sq_code, exp_avg_sq_code);
+  return {std::max(largest.weight, more.weight), std::max(largest.scale, more.scale)};
 }
 
 // True if all that is new is finite.
 bool update(const AdamArrays& a, const AdamScalars& s, const Kernels& k) {
   Update update = k.rounded;
+  CodedUpdate coded = k.coded.rounded;
   std::uint32_t limit = kRoundedNotFinite;
   if (a.master != nullptr) {
     update = k.masters;
+    coded = k.coded.masters;
     limit = kNotFinite;
   } else if (a.low != nullptr) {
     update = k.halves;
+    coded = k.coded.halves;
     limit = kHighNotFinite;
   }
   if (a.exp_avg != nullptr) return update(a, 0, a.size, a.exp_avg, a.exp_avg_sq, s) < limit;
-  float largest_scale = 0;
-  return update_blocks(a, s, update, k.codes, largest_scale) < limit &&
-         std::isfinite(largest_scale);
+  const Largest largest = update_coded(a, s, coded);
+  return largest.weight < limit && largest.scale < kNotFinite;
 }
 
 // Plain IEEE arithmetic while it lives, whatever the caller set (torch.set_flush_denormal).
