@@ -23,7 +23,7 @@ from ssdtune.units import GIB, MIB
 BLOCKS = 3
 PLENTY = 64 * GIB
 MOST_PLANS = 60
-"""Plans that a search is compared with; of more combinations they are drawn."""
+"""Plans that a search is compared with where there are thousands; they are drawn."""
 
 CARD = Rates(
     read_bytes_per_s=6e9, write_bytes_per_s=4e9, mixed_bytes_per_s=5e9, adam_parameters_per_s=2e9,
@@ -83,11 +83,13 @@ class Model:
         most = self.plan(bounds).host_bytes
         return replace(bounds, budget_bytes=int(least + share * (most - least)))
 
-    def everything(self, limits: MemoryLimits) -> Iterator[MemoryPlan]:
-        """Return the different plans of all combinations of proportions, or many of them."""
+    def everything(self, limits: MemoryLimits, most: int | None = None) -> Iterator[MemoryPlan]:
+        """Return the different plans of all combinations of proportions, or so many of them."""
         options, seen = choices(self.prepared.parts, limits), set()
         combinations = list(itertools.product(*options.values()))
         random.Random(0).shuffle(combinations)
+        if most:  # many combinations give the same plan
+            combinations = combinations[: 20 * most]
         for values in combinations:
             try:
                 plan = self.plan(limits, Proportions(**dict(zip(options, values, strict=True))))
@@ -96,7 +98,7 @@ class Model:
             if plan not in seen:
                 seen.add(plan)
                 yield plan
-            if len(seen) == MOST_PLANS:
+            if len(seen) == most:
                 return
 
 
@@ -120,20 +122,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.mark.parametrize(
     ("name", "share"), list(zip(MACHINES, (0.5, 0.1, 0.3, 0.4, 0.2), strict=True))
 )
-def test_nearly_as_good_as_trying_everything(
+def test_nothing_is_faster_than_what_was_found(
     model: Model, name: str, share: float, clipping: bool
 ) -> None:
-    # Fixed pieces, to have fewer combinations.
+    # Fixed pieces, to have fewer combinations. Without clipping there are thousands of plans: some of them.
     limits = model.limits(share, clipping=clipping, chunk_bytes=16 * MIB)
-    best = min(map(model.timer(name), model.everything(limits)))
-    assert model.search(limits, model.timer(name)).step_s <= 1.05 * best
+    plans = model.everything(limits, None if clipping else MOST_PLANS)
+    best = min(map(model.timer(name), plans))
+    assert model.search(limits, model.timer(name)).step_s <= 1.01 * best
 
 
 @pytest.mark.parametrize("name", ["drives", "compute"])
 def test_pieces_of_every_size_are_tried(model: Model, name: str) -> None:
     limits = model.limits(0.3)
-    best = min(map(model.timer(name), model.everything(limits)))
-    assert model.search(limits, model.timer(name)).step_s <= 1.05 * best
+    best = min(map(model.timer(name), model.everything(limits, MOST_PLANS)))
+    assert model.search(limits, model.timer(name)).step_s <= 1.01 * best
 
 
 @pytest.mark.parametrize("clipping", [True, False], ids=["clipping", "no clipping"])
