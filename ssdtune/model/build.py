@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ssdtune.config.schema import LoraSettings
-from ssdtune.errors import ConfigError, UnsupportedModelError
+from ssdtune.errors import ConfigError, SsdtuneError, UnsupportedModelError
 from ssdtune.model.keys import KeyMap
 
 if TYPE_CHECKING:
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from ssdtune.model.checkpoint import HfCheckpoint
 
 ADAPTER = "default"
+
+
+LARGEST_SIZES = {"num_hidden_layers": 10**4, "hidden_size": 10**6, "vocab_size": 10**8}
+"""What no model has more of; with mistyped sizes building would take all memory, or never end."""
 
 
 @dataclass
@@ -105,14 +109,16 @@ def build_model(
                 config, dtype=dtype, trust_remote_code=trust_remote_code,
                 **{key: value for key, value in options.items() if value is not None},
             )  # fmt: skip
-    except (ValueError, KeyError, ImportError) as error:
+    except SsdtuneError:
+        raise
+    except Exception as error:  # whatever the code of the model thinks of such a configuration
         if "auto_map" in checkpoint.config and not trust_remote_code:
             raise UnsupportedModelError(
                 f"{path}: the model brings its own Python code, which is not run unasked. Read it, and set "
                 "trust_remote_code: true if you trust it."
             ) from error
         raise UnsupportedModelError(
-            f"{path}: transformers cannot build this as a causal language model: {_first_line(error)}"
+            f"{path}: transformers cannot build this as a causal language model: {_shortened(error)}"
         ) from error
     keymap = KeyMap.build(model, checkpoint) if checkpoint.tensors else KeyMap.of_config(model)
     _keep_in_fp32(model, dtype)
@@ -128,10 +134,25 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+def _shortened(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
 def _refuse(path: Path, config: Any) -> None:
     """Refuse what cannot be run block by block, by what the configuration says."""
     name = config.model_type
     reasons = []
+    text = config.get_text_config()
+    for key, largest in LARGEST_SIZES.items():
+        size = getattr(text, key, None)
+        if size is not None and not (isinstance(size, int) and 1 <= size <= largest):
+            raise UnsupportedModelError(
+                f"{path}/config.json: {key} is {size!r}; it must be a whole number from 1 to {largest:.0e}."
+            )
+    # Encoders are built as language models too, but their tokens see those that they should predict.
+    if getattr(config, "is_decoder", True) is False and not name.startswith("gpt_"):
+        reasons.append("its tokens see later ones (is_decoder is false): it is an encoder")
     if (
         getattr(config, "vision_config", None) is not None
         or getattr(config, "audio_config", None) is not None

@@ -239,3 +239,27 @@ def test_what_is_named_as_nearest_fits_and_a_little_less_does_not(
     assert not fits(wanted, found.needed_bytes - 1)
     enough = replace(limits, budget_bytes=found.needed_bytes)
     assert nearest_settings(wanted, prepared.parts, enough, 1024, compute) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 10**12}, "config.json: hidden_size is 1000000000000; it must be"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000; it must be"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be"),
+        ({"hidden_size": 40.5}, "cannot build this"),
+        ({"hidden_size": None}, "model"),
+        ({"num_attention_heads": 7}, "cannot build this"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "it is an encoder"),
+        ({"model_type": "nothing"}, "nothing"),
+    ],
+)
+def test_a_configuration_without_sense_is_one_message(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+) -> None:  # fmt: skip
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    assert main(["plan", str(tmp_path), "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err and message in err
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
