@@ -172,6 +172,8 @@ def saved(plain: tuple[Path, Streamed]) -> dict[str, Any]:
         ({"gradient_accumulation_steps": 1, "max_steps": 3}, "gradient_accumulation_steps"),
         ({"adam_beta2": 0.95, "weight_decay": 0.0}, "adam_beta2 was 0.999, is 0.95; weight_decay"),
         ({"shuffle": False}, "shuffle was True, is False"),
+        ({"optim": "adamw_8bit"}, "optim was 'adamw', is 'adamw_8bit'. Resume with the settings"),
+        ({"dtype": "bf16", "master_weights": False}, "master_weights was True, is False. Resume"),
         ({"max_length": 6}, "rows was"),
         ({"method": "lora"}, "method was 'full', is 'lora'"),
     ],
