@@ -255,8 +255,7 @@ Largest update_coded(const AdamArrays& a, const AdamScalars& s, CodedUpdate upda
   block.rounding.first += static_cast<std::uint32_t>(whole);
   const auto fill = [&](auto*& array, auto* copy) {
     if (array == nullptr) return;
-    std::copy_n(array + whole, rest, copy);
-    std::fill(copy + rest, copy + kCodeBlock, copy[rest - 1]);
+    for (std::size_t i = 0; i < kCodeBlock; ++i) copy[i] = array[whole + std::min(i, rest - 1)];
     array = copy;
   };
   fill(block.master, master);
