@@ -78,7 +78,9 @@ def profile(
         **options: Others of `ssdtune.hardware.measure.measure`, such as `effort` and `progress`.
     """
     from ssdtune.hardware.measure import cached, measure
+    from ssdtune.store.directories import resolve_directories
 
+    resolve_directories(swap_dirs or ["."])  # refuses what can be no directory, all at once
     folders = [Path(folder).expanduser().absolute() for folder in swap_dirs or ["."]]
     if path is None:
         return measure(folders, model=model, quick=quick, **options)
