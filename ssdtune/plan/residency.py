@@ -33,9 +33,15 @@ CHECK_BYTES = 1 << 20
 """Largest piece of a state that has a checksum of its own in the store."""
 CODED_PIECE = 1 << 18
 """Elements whose scales, one of 4 bytes for 256, fill 4096 bytes."""
-RESERVE_BYTES = 192 * MIB
-"""Kernels that torch loads at their first use, small allocations, threads, allocator slack. Runs at 134M needed 72 MiB of
-it, small ones with the comparison before the first step up to 232 MiB."""
+RESERVE_BYTES = 24 * MIB
+"""What kernels take at their first use: their code, read from its files, and threads. Measured: 17 to 28 MiB with models
+of up to 3 million parameters."""
+SLACK_SHARE = 1 / 10
+"""Of all weights, what the allocator and kernels that rearrange matrices take on top, up to
+`MOST_SLACK_BYTES`; measured at 0.13 to 1.1 billion parameters (docs/benchmarks.md)."""
+MOST_SLACK_BYTES = 24 * MIB
+CARD_RESERVE_BYTES = 192 * MIB
+"""The same where a card computes: its driver and libraries take host memory too."""
 
 
 def check_bytes_of(chunk_bytes: int, *, coded: bool = False) -> int:
@@ -306,6 +312,14 @@ class _Planner:
         self.trained = list(self.gradient_bytes)
         self.state_bytes = {part.name: part.state_bytes for part in parts}
         self.coded = any(part.coded for part in parts)
+        # A read that is smaller than the scratch buffers does not touch all of them.
+        by_stage: dict[str, int] = {}
+        for part in parts:
+            by_stage[part.stage] = by_stage.get(part.stage, 0) + 4 * part.numel
+        self.reading_bytes = min(SOURCE_SCRATCH_BYTES, max(by_stage.values(), default=0))
+        weights = sum(part.weight_bytes for part in parts)
+        slack = min(MOST_SLACK_BYTES, int(SLACK_SHARE * weights))
+        self.reserve_bytes = CARD_RESERVE_BYTES if limits.device else RESERVE_BYTES + slack
 
     def plan(self) -> MemoryPlan:
         limits, wanted = self.limits, self.proportions
@@ -451,8 +465,8 @@ class _Planner:
         stay += len(plan.swapped) * compute.num_micro_batches * compute.input_bytes
         return {
             "process": self.limits.base_bytes,
-            "reserve": RESERVE_BYTES,
-            "reading": SOURCE_SCRATCH_BYTES,
+            "reserve": self.reserve_bytes,
+            "reading": self.reading_bytes,
             "optimizer chunks": plan.chunk_slots * max(chunks, default=0),
             "compute": 0
             if on_card

@@ -59,7 +59,7 @@ from ssdtune.train.rehearsed import times_of
 from ssdtune.train.signals import StopSignals
 from ssdtune.train.speculation import Speculation
 from ssdtune.train.trainer import History, Trainer
-from ssdtune.train.verify import reference_losses, verify
+from ssdtune.train.verify import compared_part, reference_losses, verify
 from ssdtune.units import format_disk, format_memory, format_time
 
 logger = logging.getLogger(__name__)
@@ -279,7 +279,7 @@ class _Run:
             store = self._open_store(backend)
             stack.callback(self._close_store, store)
             # Only now: loading a model takes minutes, and folders that cannot be used are known at once.
-            check_batch = rows.plan.step_batches(0)[:1]
+            check_batch = [compared_part(rows.plan.step_batches(0)[0])]
             reference = None
             if self.config.training.verify and not self.resumed:
                 reference = reference_losses(self.prepared, check_batch[0])

@@ -27,12 +27,12 @@ from ssdtune.data import (
 from ssdtune.device import open_device
 from ssdtune.device.base import Device
 from ssdtune.errors import CapacityError, ConfigError
-from ssdtune.hardware.memory import available_host_memory, process_memory
+from ssdtune.hardware.memory import available_host_memory, process_memory, return_memory
 from ssdtune.io.buffers import aligned_size
 from ssdtune.model.blocks import BlockModel
 from ssdtune.model.build import BuiltModel, build_model
 from ssdtune.model.checkpoint import HfCheckpoint
-from ssdtune.model.footprint import kept_bytes
+from ssdtune.model.footprint import Footprint, footprint
 from ssdtune.model.isolation import refuse_leaking_rows
 from ssdtune.model.layout import ModelLayout
 from ssdtune.model.loss import loss_bytes
@@ -47,10 +47,12 @@ from ssdtune.plan.residency import (
 )
 from ssdtune.swap.states import Precision
 from ssdtune.train.smaller import nearest_settings
-from ssdtune.units import format_count, format_disk, format_memory
+from ssdtune.units import MIB, format_count, format_disk, format_memory
 
 logger = logging.getLogger(__name__)
 
+PACKING_BYTES = 12 * MIB
+"""What MKL takes to rearrange large fp32 matrices before it multiplies them; measured at 0.13 billion parameters."""
 SLACK_BYTES = 8192
 """What tensors one behind the other in a slot lose to their alignment."""
 USUAL_TOKENS = 8192
@@ -145,6 +147,10 @@ def prepare(
         refuse_leaking_rows(blocks)
     max_length = longest_sequence(config, rows)
     parts = part_sizes(blocks.layout, precision_of(config))
+    sizes = micro_batch_sizes(config)
+    divided = [config_with(config, size) for size in sizes]
+    first = compute_size(divided[0], blocks, max_length, dtype)
+    return_memory()  # the process is as small now as it will be, and torch has loaded what counting needs
     limits = MemoryLimits(
         base_bytes=process_memory().rss_bytes,
         budget_bytes=host_budget_bytes or host_budget(config),
@@ -155,10 +161,9 @@ def prepare(
         recompute=config.memory.recompute,
         device=other_device if host_budget_bytes else _device_limits(config, device),
     )
-    sizes = micro_batch_sizes(config)
-    divided = [config_with(config, size) for size in sizes]
     for candidate in divided:
-        compute = compute_size(candidate, blocks, max_length, dtype)
+        other = candidate is not divided[0]
+        compute = compute_size(candidate, blocks, max_length, dtype) if other else first
         try:
             memory = plan_memory(parts, compute, limits, usual_proportions(candidate))
         except CapacityError as error:
@@ -361,52 +366,68 @@ def part_sizes(layout: ModelLayout, precision: Precision) -> list[PartSize]:
 def compute_size(
     config: Config, blocks: BlockModel, length: int, dtype: torch.dtype
 ) -> ComputeSize:
-    """Estimate the memory that computing needs for the longest micro-batch.
-
-    A block's backward pass keeps, per token, some 16 hidden vectors (norms in and out, queries, keys, values,
-    attention, residuals, and the fp32 copies that norms make) and 5 feed-forward ones, and makes a gradient of
-    one weight at a time.
-    """
-    text = blocks.model.config.get_text_config()
-    hidden, item = text.hidden_size, dtype.itemsize
-    sequences = max(
-        config.training.per_device_train_batch_size, config.training.per_device_eval_batch_size or 1
-    )
+    """Return the memory that computing needs for the longest micro-batch."""
+    training, text = config.training, blocks.model.config.get_text_config()
+    sequences = training.per_device_train_batch_size
+    largest = found = _footprint(config, blocks, sequences, length, dtype)
+    if (training.per_device_eval_batch_size or 1) > sequences:
+        sequences = training.per_device_eval_batch_size or 1
+        largest = _footprint(config, blocks, sequences, length, dtype)
     tokens = sequences * length
-    inner = _feed_forward_size(text, hidden)
-    heads = getattr(text, "num_attention_heads", 1)
+    input_bytes = aligned_size(tokens * text.hidden_size * dtype.itemsize)
+    head = next(part for part in reversed(blocks.layout.parts) if part.stage in ("embed", "head"))
+    head_gradient = max(spec.numel for spec in head.tensors) * dtype.itemsize if head.trained else 0
+    if dtype == torch.float16:  # trained weights are converted
+        head_gradient *= 2
+    scratch = 0
+    if dtype == torch.float32:
+        scratch = min(PACKING_BYTES, max(part.weight_bytes for part in blocks.layout.parts))
+    return ComputeSize(
+        block_bytes=largest.block_bytes + scratch,
+        head_bytes=loss_bytes(tokens, text.vocab_size, dtype.itemsize)
+        + head_gradient
+        + input_bytes  # the gradient that goes down
+        + scratch,
+        input_bytes=input_bytes,
+        num_micro_batches=training.gradient_accumulation_steps,
+        entry_bytes=largest.entry_bytes,
+        kept_bytes=aligned_size(found.kept_bytes + SLACK_BYTES),
+    )
+
+
+def _footprint(
+    config: Config, blocks: BlockModel, sequences: int, length: int, dtype: torch.dtype
+) -> Footprint:
+    """Count what a micro-batch takes, or where it can't be counted, estimate it.
+
+    The estimate: a block's backward pass keeps, per token, some 16 hidden vectors (norms in and out, queries, keys,
+    values, attention, residuals, and the fp32 copies that norms make) and 5 feed-forward ones, and makes a gradient
+    of one weight at a time.
+    """
+    parts = [part for part in blocks.layout.parts if part.stage.startswith("block.")]
+    converted: dict[str, int] = {}
+    if dtype == torch.float16:  # trained weights are, for each block
+        for part in parts:
+            if part.trained and part.dtype != torch.float32:
+                converted[part.stage] = converted.get(part.stage, 0) + part.weight_bytes
+    more = max(converted.values(), default=0)
+    masked = sequences > 1 or config.data.packing
+    if found := footprint(blocks, sequences, length, masked=masked):
+        return replace(
+            found, kept_bytes=found.kept_bytes + more, block_bytes=found.block_bytes + more
+        )
+    text = blocks.model.config.get_text_config()
+    hidden, item, tokens = text.hidden_size, dtype.itemsize, sequences * length
     scores = sequences * length * length * 4
     if getattr(text, "_attn_implementation", None) == "eager":
-        scores *= 4 * heads
-    parts = [part for part in blocks.layout.parts if part.stage.startswith("block.")]
+        scores *= 4 * getattr(text, "num_attention_heads", 1)
     largest = max(spec.numel for part in parts for spec in part.tensors)
-    saved = tokens * (16 * hidden + 5 * inner) * item + scores
-    head = next(part for part in reversed(blocks.layout.parts) if part.stage in ("embed", "head"))
-    head_gradient = max(spec.numel for spec in head.tensors) * item if head.trained else 0
-    if dtype == torch.float16:  # trained weights are converted for each block, and for the head
-        trained = [part for part in parts if part.trained and part.dtype != torch.float32]
-        by_stage = {part.stage: 0 for part in trained}
-        for part in trained:
-            by_stage[part.stage] += part.weight_bytes
-        saved += max(by_stage.values(), default=0)
-        head_gradient *= 2
-    return ComputeSize(
+    saved = tokens * (16 * hidden + 5 * _feed_forward_size(text, hidden)) * item + scores + more
+    return Footprint(
+        kept_bytes=saved,
         block_bytes=saved + 2 * largest * item,
-        head_bytes=loss_bytes(tokens, text.vocab_size, item) + head_gradient,
-        input_bytes=aligned_size(tokens * hidden * item),
-        num_micro_batches=config.training.gradient_accumulation_steps,
-        entry_bytes=scores + 3 * tokens * hidden * item,
-        kept_bytes=aligned_size((_kept_bytes(config, blocks, length) or saved) + SLACK_BYTES),
+        entry_bytes=scores + 2 * tokens * hidden * item,
     )
-
-
-def _kept_bytes(config: Config, blocks: BlockModel, length: int) -> int | None:
-    """Return what a block keeps of the longest micro-batch; None if nobody asks or it can't be counted."""
-    memory, sequences = config.memory, config.training.per_device_train_batch_size
-    unasked = memory.host_cache == 0 or memory.activations == "ssd"
-    if memory.recompute == "always" or (unasked and memory.recompute != "never"):
-        return None
-    return kept_bytes(blocks, sequences, length, masked=sequences > 1 or config.data.packing)
 
 
 def _feed_forward_size(text: Any, hidden: int) -> int:

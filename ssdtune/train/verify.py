@@ -1,7 +1,7 @@
 """Before the first step: the loss of one batch, streamed, must be what transformers itself computes.
 
-transformers runs the model whole where it fits into half of the memory budget, else a copy of it with as many
-of its first blocks as fit; the streamed side then stops after the same blocks, so real weights are compared.
+transformers runs the model whole where it fits into the memory that training will take, else a copy of it with as
+many of its first blocks as fit, on some rows of the batch; the streamed side then stops after the same blocks, so real weights are compared.
 Where not even one block fits, a shape-reduced copy of the architecture is compared (`ssdtune.train.reduced`).
 """
 
@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ssdtune.errors import MismatchError
 from ssdtune.model.loss import IGNORED
+from ssdtune.model.safetensors_file import TORCH_DTYPES
 from ssdtune.train.engine import model_inputs
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from ssdtune.train.prepare import Prepared
 
 logger = logging.getLogger(__name__)
+
+COMPARED_TOKENS = 512
+"""More of a batch prove nothing more. Their logits take 10 bytes each: with a vocabulary of 32000, 164 MB."""
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -74,7 +78,7 @@ class Reference:
 
 
 def reference_losses(prepared: Prepared, batch: Batch) -> Reference | None:
-    """Run transformers on one batch, with as many blocks as half of the memory budget holds.
+    """Run transformers on one batch, with as many blocks as fit; give it `compared_part` of a batch.
 
     Returns:
         None if the comparison is over already: a shape-reduced copy was compared.
@@ -82,7 +86,7 @@ def reference_losses(prepared: Prepared, batch: Batch) -> Reference | None:
     Raises:
         MismatchError: The copy's losses differ.
     """
-    num_blocks = _blocks_that_fit(prepared)
+    num_blocks = _blocks_that_fit(prepared, batch)
     whole = num_blocks == prepared.layout.num_blocks
     if num_blocks == 0 or (prepared.config.model.adapter and not whole):
         compare_reduced(prepared, batch)
@@ -137,17 +141,58 @@ def compare_reduced(prepared: Prepared, batch: Batch) -> None:
     compare(loss, reference, torch.float32, "a shape-reduced copy")
 
 
-def _blocks_that_fit(prepared: Prepared) -> int:
-    """Return how many blocks, with everything outside of them, half of the budget holds besides the process."""
+def compared_part(batch: Batch) -> Batch:
+    """Return the batch, or as many of its rows as have `COMPARED_TOKENS` in all: logits take much memory.
+
+    The first of them is one that something is learned of.
+    """
+    sequences, length = batch.input_ids.shape
+    count = max(1, COMPARED_TOKENS // length)
+    if count >= sequences:
+        return batch
+    first = int((batch.labels != IGNORED).any(axis=1).argmax())
+    rows = slice(min(first, sequences - count), min(first, sequences - count) + count)
+
+    def cut(values: NDArray[Any] | None) -> NDArray[Any] | None:
+        return None if values is None else values[rows]
+
+    return replace(
+        batch, input_ids=batch.input_ids[rows], attention_mask=batch.attention_mask[rows],
+        labels=batch.labels[rows], rows=batch.rows[rows], position_ids=cut(batch.position_ids),
+        segment_ids=cut(batch.segment_ids),
+    )  # fmt: skip
+
+
+def _blocks_that_fit(prepared: Prepared, batch: Batch) -> int:
+    """Return how many blocks, with everything outside of them, fit into the memory that training is planned to take.
+
+    So the comparison does not decide how much memory a run needs. If that has room for none, half of the budget does.
+    """
+    memory = prepared.memory
+    training = memory.host_bytes - memory.breakdown["process"] - memory.breakdown["reserve"]
+    budget = (memory.budget_bytes - memory.breakdown["process"]) // 2
+    return _count(prepared, batch, min(training, budget)) or _count(prepared, batch, budget)
+
+
+def _count(prepared: Prepared, batch: Batch, room: int) -> int:
     sizes: dict[str, int] = {}
     for part in prepared.parts:
         sizes[part.stage] = sizes.get(part.stage, 0) + part.weight_bytes
-    room = (prepared.memory.budget_bytes - prepared.memory.breakdown["process"]) // 2
-    room -= sum(size for stage, size in sizes.items() if not stage.startswith("block."))
-    count = 0
+    # Weights of another dtype are converted from the mapped file, whose pages count too; others stay there.
+    extents = list(prepared.checkpoint.tensors.values())
+    share = 1.0
+    if any(TORCH_DTYPES[extent.dtype] != prepared.dtype for extent in extents):
+        share += sum(extent.num_bytes for extent in extents) / max(1, sum(sizes.values()))
+    vocab_size = prepared.built.model.config.get_text_config().vocab_size
+    # Logits, the fp32 ones of the loss, and the logarithms of their softmax.
+    logits = batch.input_ids.size * vocab_size * (prepared.dtype.itemsize + 8)
+    others = sum(size for stage, size in sizes.items() if not stage.startswith("block."))
+    left, count = room - share * others, 0
     for number in range(prepared.layout.num_blocks):
-        room -= sizes[f"block.{number}"]
-        if room < 0:
+        left -= share * sizes[f"block.{number}"]
+        # loading comes first, computing after the file's pages are let go
+        loaded = (room - left) / share
+        if left < 0 or loaded + logits > room:
             break
         count += 1
     return count

@@ -16,6 +16,7 @@ from ssdtune.errors import CapacityError
 from ssdtune.plan.generate import Piece, StageShape, StepShape, generate_training_step
 from ssdtune.plan.residency import (
     CHUNK_SLOTS,
+    MOST_SLACK_BYTES,
     RESERVE_BYTES,
     SOURCE_SCRATCH_BYTES,
     ComputeSize,
@@ -221,8 +222,11 @@ def test_too_little_is_refused_with_numbers(
     message = str(refused.value)
     assert f"needs {format_memory(smallest)}" in message
     assert f"the budget is {format_memory(smallest - 1)}" in message
-    assert f"reserve {format_memory(RESERVE_BYTES)}" in message
-    assert f"reading {format_memory(SOURCE_SCRATCH_BYTES)}" in message
+    smallest_plan = model.plan(smallest, 0, SMALLEST).breakdown
+    assert RESERVE_BYTES <= smallest_plan["reserve"] <= RESERVE_BYTES + MOST_SLACK_BYTES
+    assert smallest_plan["reading"] <= SOURCE_SCRATCH_BYTES
+    for name in ("reserve", "reading"):
+        assert f"{name} {format_memory(smallest_plan[name])}" in message
     assert re.search(r"Raise host_memory, or lower .*max_length", message)
 
 

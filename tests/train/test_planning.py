@@ -223,7 +223,7 @@ def test_what_is_named_as_nearest_fits_and_a_little_less_does_not(
             return False
         return True
 
-    budget = 600 * MIB + prepared.limits.base_bytes
+    budget = 300 * MIB + prepared.limits.base_bytes
     limits = replace(prepared.limits, budget_bytes=budget)
     assert not fits(wanted, budget)
     found = nearest_settings(wanted, prepared.parts, limits, 1024, compute)
