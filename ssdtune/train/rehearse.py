@@ -37,6 +37,8 @@ SECONDS = 6.0
 MOST_STEPS = 5
 """Of each kind, besides the first."""
 MOST_BLOCKS = 4
+FLOP_PER_TOKEN = 10
+"""Of a step, per parameter: twice forward, and backward."""
 LOOKED_AT = 32
 """Steps of a run whose rows say how large a micro-batch is."""
 
@@ -81,12 +83,16 @@ class Rehearsal:
     ) -> None:
         self._prepared = prepared
         self._clock = clock
-        self._batch, self._scale = _batch(prepared, seconds / 2 * flop_per_s)
+        most_flop = seconds / 2 * flop_per_s
+        self._num_blocks = _num_blocks(prepared, most_flop)
+        self._batch, self._scale = _batch(prepared, self._num_blocks, most_flop)
         self._samples: dict[str, list[float]] = {}
         self._stage = ExitStack()
 
     def __enter__(self) -> Self:
-        self._swap, self._modes = self._stage.enter_context(_stage(self._prepared))
+        self._swap, self._modes = self._stage.enter_context(
+            _stage(self._prepared, self._num_blocks)
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -167,7 +173,7 @@ class _Filled(SwapManager):
 
 
 @contextmanager
-def _stage(prepared: Prepared) -> Iterator[tuple[SwapManager, list[StepShape]]]:
+def _stage(prepared: Prepared, blocks: int) -> Iterator[tuple[SwapManager, list[StepShape]]]:
     """Yield the swap manager, and the shapes of steps whose blocks are run again, or keep their activations."""
     layout, compute = prepared.layout, prepared.compute
     trained = frozenset(part.stage for part in layout.trained_parts)
@@ -175,7 +181,6 @@ def _stage(prepared: Prepared) -> Iterator[tuple[SwapManager, list[StepShape]]]:
         prepared.memory, resident=frozenset(), deferred=trained, gradients_on_ssd=trained,
         kept=frozenset(), swapped=frozenset(), input_slots=0,
     )  # fmt: skip
-    blocks = min(MOST_BLOCKS, layout.num_blocks)
     shape = StepShape(
         num_blocks=blocks,
         num_micro_batches=min(2, compute.num_micro_batches),
@@ -221,11 +226,19 @@ def micro_batch_shape(prepared: Prepared) -> tuple[int, int, int, bool]:
     return *batch.input_ids.shape, round(tokens), bool(batch.attention_mask.all())
 
 
-def _batch(prepared: Prepared, most_flop: float) -> tuple[Batch, float]:
+def _num_blocks(prepared: Prepared, most_flop: float) -> int:
+    """Return how many blocks a step has: fewer of large ones."""
+    _, tokens = _typical(prepared)
+    ends, block = _parameters(prepared)
+    affordable = int((most_flop / (FLOP_PER_TOKEN * tokens) - ends) / block)
+    return max(1, min(MOST_BLOCKS, prepared.layout.num_blocks, affordable))
+
+
+def _batch(prepared: Prepared, num_blocks: int, most_flop: float) -> tuple[Batch, float]:
     """Return a micro-batch to run, and by what its times are multiplied to get those of a mean one."""
     batch, tokens = _typical(prepared)
-    parameters = _parameters(prepared)
-    most = max(1, int(most_flop / (2 * parameters * 5)))  # twice forward, and backward
+    ends, block = _parameters(prepared)
+    most = max(1, int(most_flop / (FLOP_PER_TOKEN * (ends + num_blocks * block))))
     rows, length = batch.input_ids.shape
     if rows * length > most:
         rows = max(1, most // length)
@@ -234,11 +247,13 @@ def _batch(prepared: Prepared, most_flop: float) -> tuple[Batch, float]:
     return batch, tokens / (rows * length)
 
 
-def _parameters(prepared: Prepared) -> int:
-    stages = list(prepared.layout.stages.items())
-    sizes = {name: sum(s.numel for p in stage.parts for s in p.tensors) for name, stage in stages}
-    ends = sizes.get("head", sizes["embed"])
-    return ends + min(MOST_BLOCKS, prepared.layout.num_blocks) * sizes["block.0"]
+def _parameters(prepared: Prepared) -> tuple[int, int]:
+    """Return the parameters of the head, and of a block."""
+    sizes = {
+        name: sum(spec.numel for part in stage.parts for spec in part.tensors)
+        for name, stage in prepared.layout.stages.items()
+    }
+    return sizes.get("head", sizes["embed"]), sizes["block.0"]
 
 
 def _typical(prepared: Prepared) -> tuple[Batch, float]:

@@ -143,7 +143,10 @@ def test_a_config_can_be_given_and_changed():
         ("training:\n  learning_rate: nan\n", "2: training.learning_rate must be a finite number"),
         ("training:\n  learning_rate: 1e999\n", "2: training.learning_rate must be a finite"),
         ("data:\n  packing: 2\n", '2: data.packing must be true or false, not "2"'),
-        ("model:\n  dtype: int8\n", '2: model.dtype must be auto or bf16 or fp16 or fp32, not "int8"'),
+        (
+            "model:\n  dtype: int8\n",
+            '2: model.dtype must be auto or bf16 or fp16 or fp32, not "int8"',
+        ),
         ("memory:\n  host_memory: 3GiX\n", "2: memory.host_memory must be a size such as 3GiB"),
         ("memory:\n  host_memory: -1\n", "2: memory.host_memory must be at least 1, not -1"),
         ("io:\n  swap_dirs: {a: b}\n", "2: io.swap_dirs must be a list"),

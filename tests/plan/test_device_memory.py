@@ -140,7 +140,10 @@ def test_the_budget_is_what_is_free_or_given() -> None:
 def test_frozen_parts_take_no_gradients(trained: bool) -> None:
     mixed = [
         *(replace(part, trained=False) for part in parts()),
-        *(PartSize(f"block.{i}.adapter", f"block.{i}", 5000, 2500, trained, trained) for i in range(8)),
+        *(
+            PartSize(f"block.{i}.adapter", f"block.{i}", 5000, 2500, trained, trained)
+            for i in range(8)
+        ),
     ]
     limits = MemoryLimits(0, PLENTY, device=DeviceLimits(PLENTY))
     found = plan_memory(mixed, COMPUTE, limits).device_breakdown

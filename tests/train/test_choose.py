@@ -82,6 +82,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # What is chosen must follow from the invented figures alone.
+    monkeypatch.setattr("ssdtune.train.finetune.times_of", lambda *_: None)
 
     def make(**changes: Any) -> Config:
         settings = {
