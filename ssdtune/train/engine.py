@@ -43,6 +43,9 @@ from ssdtune.train.lanes import Lanes, Span
 from ssdtune.train.seeds import stage_seed
 from ssdtune.train.speculation import Speculation
 
+ADDED_AT_ONCE = 1 << 20
+"""Elements of a gradient that are converted to fp32 and added at once."""
+
 
 @dataclass
 class StepResult:
@@ -347,7 +350,7 @@ class Engine:
             assert leaf.grad is not None
             target = self._gradient_of(part, index, self._state.gradient_slots[part.stage])
             if self._state.update.present[part.name][index]:
-                target.add_(leaf.grad)
+                _add(target, leaf.grad)
             else:
                 target.copy_(leaf.grad)
                 self._state.update.present[part.name][index] = True
@@ -528,6 +531,18 @@ class Engine:
                 "go on from the last checkpoint with a lower learning_rate, or look at the rows of this step."
             )
         state.squares[stage] = total
+
+
+def _add(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to an fp32 sum, piece by piece: a CPU converts what it adds, all of it if it is one piece."""
+    if gradient.is_contiguous():
+        pairs = zip(
+            total.view(-1).split(ADDED_AT_ONCE), gradient.view(-1).split(ADDED_AT_ONCE), strict=True
+        )
+        for part, added in pairs:
+            part.add_(added)
+    else:
+        total.add_(gradient)
 
 
 def model_inputs(batch: Batch, where: torch.device) -> dict[str, torch.Tensor]:
