@@ -26,7 +26,7 @@ from ssdtune.hardware.copies import measure_copies
 from ssdtune.hardware.effort import FULL, QUICK, Effort
 from ssdtune.hardware.figures import BlockProfile, Contention, DirectoryProfile, TogetherProfile
 from ssdtune.hardware.machine import describe_machine, machine_id
-from ssdtune.hardware.memory import map_large_blocks
+from ssdtune.hardware.memory import keep_freed_memory
 from ssdtune.hardware.place import existing_parent
 from ssdtune.hardware.profile import HardwareProfile, read_profile, save
 from ssdtune.hardware.stream import Bench, Clock
@@ -73,7 +73,7 @@ def measure(
     directories = [Path(directory) for directory in directories]
     if model is not None:
         digest_of(model)  # refuse it before anything is measured
-    map_large_blocks()  # as runs do: new pages for large tensors take their time
+    keep_freed_memory()  # as runs do that have the memory for it
     start = clock()
     total = effort.total_s + _IMPORT_SECONDS
 

@@ -23,6 +23,7 @@ from ssdtune.units import format_memory
 
 LARGE_BLOCK_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3
+_M_TRIM_THRESHOLD = -1
 _ROOT = Path("/")
 _NO_LIMIT = 1 << 60
 """Limits from here on mean "none"; cgroup v1 writes it as the largest multiple of a page in 63 bits."""
@@ -90,10 +91,26 @@ def map_large_blocks() -> None:
 
     Otherwise glibc raises the limit above which it does so to 32 MiB, and below it the peak of a step's temporary
     tensors depends on chance and on what lies between them: at 134M parameters it varied by 140 MiB from run to run, with
-    this by 2 MiB. The price is page faults, up to a tenth of compute on a CPU; `prefer_huge_pages` makes them fewer.
+    this by 2 MiB. The price is page faults, a quarter of compute on a CPU: see `keep_freed_memory`.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+    _mallopt((_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES), (_M_TRIM_THRESHOLD, 128 << 10))
+
+
+def keep_freed_memory() -> None:
+    """Let the memory of freed tensors stay with the process, for the next ones: no page faults once a step has run.
+
+    It takes more memory than is in use at once, for tensors of many sizes leave gaps
+    (`ssdtune.plan.residency.GAPS`).
+    """
+    # Older versions of glibc take no more than 32 MiB.
+    _mallopt((_M_MMAP_THRESHOLD, 32 << 20), (_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, -1))
+
+
+def _mallopt(*settings: tuple[int, int]) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        library = ctypes.CDLL("libc.so.6")
+        for parameter, value in settings:
+            library.mallopt(parameter, value)
 
 
 def prefer_huge_pages() -> None:

@@ -43,6 +43,11 @@ MOST_SLACK_BYTES = 24 * MIB
 CARD_RESERVE_BYTES = 192 * MIB
 """The same where a card computes: its driver and libraries take host memory too."""
 
+GAPS = 2.0
+KEPT_GAPS = 0.4
+"""Where memory of freed tensors stays with the process: what it takes more than is in use at once, as shares of what computing
+takes and of kept activations, which lie between freed tensors. Measured at 134M (docs/benchmarks.md)."""
+
 
 def check_bytes_of(chunk_bytes: int, *, coded: bool = False) -> int:
     """Return the piece that has a checksum: it divides the chunks of the narrowest state, and so of all.
@@ -156,6 +161,8 @@ class MemoryPlan:
         input_slots: Slots through which block inputs and activations go to SSD and back; 0 if none do.
         inputs_stay: Block inputs stay in memory all the same; the slots are for activations.
         chunk_slots: Slots for pieces of optimizer states of `chunk_bytes` for an fp32 state.
+        keeps_freed_memory: On a CPU, memory of freed tensors stays with the process, gaps included; else it goes back
+            to the system, and computing is slower.
         breakdown: Host bytes by purpose.
         device_gradient_slots: Gradient slots for blocks on a card; 0 on a CPU, as for the other figures of a device.
         device_budget_bytes: The most that a run may take of the card.
@@ -174,6 +181,7 @@ class MemoryPlan:
     inputs_stay: bool = False
     chunk_slots: int = CHUNK_SLOTS
     chunk_bytes: int = CHUNK_BYTES
+    keeps_freed_memory: bool = False
     budget_bytes: int = 0
     breakdown: dict[str, int] = field(default_factory=dict, hash=False)
     device_gradient_slots: int = 0
@@ -437,6 +445,8 @@ class _Planner:
         return self.device_needs[shape]
 
     def _priced(self, plan: MemoryPlan) -> MemoryPlan:
+        if self.limits.device is None:
+            plan = self._if_fits(plan, keeps_freed_memory=True)
         speculative = frozenset[str]()
         if self.limits.clipping and self.proportions.speculative:
             speculative = speculative_stages(self.parts, plan)
@@ -463,21 +473,21 @@ class _Planner:
         # What comes out of a block whose activations go to SSD stays, and so does its input.
         stay = stay if plan.inputs_stay or not plan.input_slots else 0
         stay += len(plan.swapped) * compute.num_micro_batches * compute.input_bytes
+        computing = max(compute.block_bytes, compute.head_bytes)
+        computing += compute.num_micro_batches * (compute.entry_bytes + 2 * compute.input_bytes)
+        kept = len(plan.kept) * compute.num_micro_batches * compute.kept_bytes
+        gaps = int(GAPS * computing + KEPT_GAPS * kept) if plan.keeps_freed_memory else 0
         return {
             "process": self.limits.base_bytes,
             "reserve": self.reserve_bytes,
             "reading": self.reading_bytes,
             "optimizer chunks": plan.chunk_slots * max(chunks, default=0),
-            "compute": 0
-            if on_card
-            else max(compute.block_bytes, compute.head_bytes)
-            + compute.num_micro_batches * (compute.entry_bytes + 2 * compute.input_bytes),
+            "compute": 0 if on_card else computing,
+            "gaps": gaps,
             "weight slots": weight_slot_bytes(self.parts, plan.resident, plan.block_slots),
             "gradients": self._gradients(plan),
             "block inputs": slots + (0 if on_card else stay),
-            "kept activations": 0
-            if on_card
-            else len(plan.kept) * compute.num_micro_batches * compute.kept_bytes,
+            "kept activations": 0 if on_card else kept,
             "resident states": sum(self.state_bytes[name] for name in plan.resident),
         }
 

@@ -21,7 +21,12 @@ from ssdtune.config.load import to_yaml, with_absolute_paths
 from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError, Interrupted
 from ssdtune.hardware.known import known
-from ssdtune.hardware.memory import map_large_blocks, process_memory, return_memory
+from ssdtune.hardware.memory import (
+    keep_freed_memory,
+    map_large_blocks,
+    process_memory,
+    return_memory,
+)
 from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.io.backend import Backend
 from ssdtune.io.buffers import BufferPool
@@ -312,6 +317,8 @@ class _Run:
             stack.callback(source.close)
             self._load_buffers(source)
             swap, adam, engine = self._assemble(stack, store, source, pool)
+            if self.prepared.memory.keeps_freed_memory:
+                keep_freed_memory()
             if reference is not None:
                 verify(engine, check_batch, reference, self.prepared.dtype)
             history, counters = self._train(engine, swap, adam, store, source, identity)

@@ -17,7 +17,7 @@ import torch
 
 from ssdtune.errors import SsdtuneError, StorageError
 from ssdtune.hardware.known import profile_path
-from ssdtune.hardware.memory import map_large_blocks
+from ssdtune.hardware.memory import keep_freed_memory, map_large_blocks, return_memory
 from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.plan.times import ComputeTimes
 from ssdtune.store.durable import write_json_atomic
@@ -44,13 +44,18 @@ def times_of(prepared: Prepared, profile: HardwareProfile) -> ComputeTimes | Non
     forward = profile.rates().forward_flop_per_s.get(dtype_name(prepared.dtype))
     if not forward:
         return None
+    map_large_blocks()
     logger.info("rehearsing a step of a few blocks to see how long computing takes, once")
-    map_large_blocks()  # as the run does, whose allocations are slower for it
+    if prepared.memory.keeps_freed_memory:
+        keep_freed_memory()  # as the run does: it makes computing faster
     try:
         times = rehearse(prepared, flop_per_s=forward)
     except (SsdtuneError, RuntimeError, MemoryError) as error:
         logger.warning("no rehearsal, the forecast counts FLOP instead: %s", error)
         return None
+    finally:
+        map_large_blocks()
+        return_memory()
     _write({**kept, name: dict(times.seconds)})
     return times
 
@@ -69,6 +74,7 @@ def _identity(prepared: Prepared, profile: HardwareProfile) -> str:
         "micro_batch": micro_batch_shape(prepared),
         "accumulates": prepared.compute.num_micro_batches > 1,
         "recompute": config.memory.recompute,
+        "keeps_freed_memory": prepared.memory.keeps_freed_memory,
         "keeps": prepared.compute.kept_bytes > 0 and config.memory.host_cache != 0,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[

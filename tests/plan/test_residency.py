@@ -61,7 +61,8 @@ class Model:
 
     def smallest(self, proportions: Proportions = SMALLEST, **more: Any) -> int:
         """Return the budget that just does, by default with as few slots as can be."""
-        return self.plan(PLENTY, 0, proportions, **more).host_bytes
+        plan = self.plan(PLENTY, 0, proportions, **more)
+        return plan.host_bytes - plan.breakdown["gaps"]  # there are none where memory is short
 
     @property
     def trained(self) -> list[str]:
@@ -251,6 +252,15 @@ def _slots(model: Model, wanted: Proportions) -> Iterator[tuple[int, int]]:
         yield min(most, blocks), min(wanted.chunk_slots, chunks)
 
 
+@given(models(), limits())
+def test_freed_memory_stays_where_there_is_room_for_gaps(model: Model, given: Any) -> None:
+    plan = model.plan(PLENTY, **given)
+    gaps = plan.breakdown["gaps"]
+    assert plan.keeps_freed_memory and gaps >= 2 * plan.breakdown["compute"]
+    tight = model.plan(model.smallest(**given), **given)
+    assert not tight.breakdown["gaps"] or tight.host_bytes <= model.smallest(**given)
+
+
 # What memory is worth
 
 
@@ -342,7 +352,7 @@ def test_gradients_wait_where_there_is_room() -> None:
     )  # fmt: skip
     model = Model(parts, 4, ComputeSize(0, 0, 4096, 1, 0, kept_bytes=1 << 40))
     # small ones and inputs in memory, all blocks' gradients on SSD
-    least = model.plan(PLENTY, cache_bytes=0).host_bytes + MIB // 2
+    least = model.smallest(Proportions()) + MIB // 2
     block = 4 * 64 * PAGE
     waiting = [
         len(
