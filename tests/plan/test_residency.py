@@ -257,8 +257,6 @@ def test_freed_memory_stays_where_there_is_room_for_gaps(model: Model, given: An
     plan = model.plan(PLENTY, **given)
     gaps = plan.breakdown["gaps"]
     assert plan.keeps_freed_memory and gaps >= 2 * plan.breakdown["compute"]
-    tight = model.plan(model.smallest(**given), **given)
-    assert not tight.breakdown["gaps"] or tight.host_bytes <= model.smallest(**given)
 
 
 # What memory is worth
