@@ -436,5 +436,5 @@ def test_a_model_that_cannot_be_read_is_refused_first(
 
 def test_a_folder_without_write_access_is_refused_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="Name a directory"):
+    with pytest.raises(ConfigError, match="ame a directory"):
         ssdtune.profile([tmp_path / "file"], effort=TINY)

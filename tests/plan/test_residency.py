@@ -172,7 +172,8 @@ def test_the_plan_keeps_its_budget_and_orders(
         plan = model.plan(budget, proportions=wanted, **asked)
     except CapacityError:
         # these inputs or activations must find room, or these slots are more than the fewest
-        assert "host" in asked["activations"] or asked["recompute"] == "never"
+        more_slots = wanted.input_slots > SMALLEST.input_slots
+        assert "host" in asked["activations"] or asked["recompute"] == "never" or more_slots
         return
     blocks, cache_bytes = set(model.blocks), asked["cache_bytes"]
     kept = [part for part in model.parts if part.name in plan.resident]
