@@ -100,7 +100,7 @@ def keep_freed_memory() -> None:
     """Let the memory of freed tensors stay with the process, for the next ones: no page faults once a step has run.
 
     It takes more memory than is in use at once, for tensors of many sizes leave gaps
-    (`ssdtune.plan.residency.GAPS`).
+    (`ssdtune.train.prepare.GAPS`).
     """
     # Older versions of glibc take no more than 32 MiB.
     _mallopt((_M_MMAP_THRESHOLD, 32 << 20), (_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, -1))

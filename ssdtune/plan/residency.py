@@ -43,11 +43,6 @@ MOST_SLACK_BYTES = 24 * MIB
 CARD_RESERVE_BYTES = 192 * MIB
 """The same where a card computes: its driver and libraries take host memory too."""
 
-GAPS = 2.0
-KEPT_GAPS = 0.4
-"""Where memory of freed tensors stays with the process: what it takes more than is in use at once, as shares of what computing
-takes and of kept activations, which lie between freed tensors. Measured at 134M (docs/benchmarks.md)."""
-
 
 def check_bytes_of(chunk_bytes: int, *, coded: bool = False) -> int:
     """Return the piece that has a checksum: it divides the chunks of the narrowest state, and so of all.
@@ -135,6 +130,8 @@ class ComputeSize:
         num_micro_batches: Micro-batches of a step.
         entry_bytes: What the embedding's graph and the recorded arguments of one micro-batch keep.
         kept_bytes: What a block keeps for the backward pass of one micro-batch if it isn't run again.
+        gap_bytes, kept_gap_bytes: Where memory of freed tensors stays with the process, what it takes more than is in use
+            at once: in any step, and for each block and micro-batch that keeps its activations.
     """
 
     block_bytes: int
@@ -143,6 +140,8 @@ class ComputeSize:
     num_micro_batches: int
     entry_bytes: int
     kept_bytes: int = 0
+    gap_bytes: int = 0
+    kept_gap_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -476,14 +475,16 @@ class _Planner:
         computing = max(compute.block_bytes, compute.head_bytes)
         computing += compute.num_micro_batches * (compute.entry_bytes + 2 * compute.input_bytes)
         kept = len(plan.kept) * compute.num_micro_batches * compute.kept_bytes
-        gaps = int(GAPS * computing + KEPT_GAPS * kept) if plan.keeps_freed_memory else 0
+        gaps = (
+            compute.gap_bytes + len(plan.kept) * compute.num_micro_batches * compute.kept_gap_bytes
+        )
         return {
             "process": self.limits.base_bytes,
             "reserve": self.reserve_bytes,
             "reading": self.reading_bytes,
             "optimizer chunks": plan.chunk_slots * max(chunks, default=0),
             "compute": 0 if on_card else computing,
-            "gaps": gaps,
+            "gaps": gaps if plan.keeps_freed_memory else 0,
             "weight slots": weight_slot_bytes(self.parts, plan.resident, plan.block_slots),
             "gradients": self._gradients(plan),
             "block inputs": slots + (0 if on_card else stay),

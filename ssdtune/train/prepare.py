@@ -53,6 +53,11 @@ logger = logging.getLogger(__name__)
 
 PACKING_BYTES = 12 * MIB
 """What MKL takes to rearrange large fp32 matrices before it multiplies them; measured at 0.13 billion parameters."""
+GAPS = 3
+"""What freed tensors leave between those in use, where their memory stays with the process, in units of what a block takes:
+measured 2.4 to 3.2 at 134M (docs/benchmarks.md)."""
+KEPT_GAPS = {2: 0.55, 4: 0.14}
+"""The same of kept activations, by the size of their elements: measured 0.34 to 0.63, and 0.06 in fp32, whose tensors are larger."""
 SLACK_BYTES = 8192
 """What tensors one behind the other in a slot lose to their alignment."""
 USUAL_TOKENS = 8192
@@ -392,6 +397,8 @@ def compute_size(
         num_micro_batches=training.gradient_accumulation_steps,
         entry_bytes=largest.entry_bytes,
         kept_bytes=aligned_size(found.kept_bytes + SLACK_BYTES),
+        gap_bytes=GAPS * largest.block_bytes,
+        kept_gap_bytes=int(KEPT_GAPS[dtype.itemsize] * found.kept_bytes),
     )
 
 

@@ -130,7 +130,8 @@ def models(draw: st.DrawFn) -> Model:
     compute = ComputeSize(
         block_bytes=draw(st.integers(0, 5 * MIB)), head_bytes=draw(st.integers(0, 5 * MIB)),
         input_bytes=input_bytes, num_micro_batches=draw(st.integers(1, 8)), entry_bytes=4096,
-        kept_bytes=input_bytes * draw(st.integers(2, 20)),
+        kept_bytes=input_bytes * draw(st.integers(2, 20)), gap_bytes=draw(st.integers(0, 5 * MIB)),
+        kept_gap_bytes=input_bytes,
     )  # fmt: skip
     return Model(tuple(parts), num_blocks, compute)
 
@@ -257,7 +258,10 @@ def _slots(model: Model, wanted: Proportions) -> Iterator[tuple[int, int]]:
 def test_freed_memory_stays_where_there_is_room_for_gaps(model: Model, given: Any) -> None:
     plan = model.plan(PLENTY, **given)
     gaps = plan.breakdown["gaps"]
-    assert plan.keeps_freed_memory and gaps >= 2 * plan.breakdown["compute"]
+    compute = model.compute
+    kept = len(plan.kept) * compute.num_micro_batches
+    assert plan.keeps_freed_memory
+    assert gaps == compute.gap_bytes + kept * compute.kept_gap_bytes
 
 
 # What memory is worth
