@@ -347,7 +347,9 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
     states = requests / max(1, len(stage.pieces))
     match operation.kind:
         case Kind.LOAD:
-            return Work(read_bytes=moved, requests=requests if moved else 0)
+            # Frozen weights come from the model's own files, where nothing is aligned: read aside, then copied.
+            copied = 2 * min(moved, stage.frozen_bytes)
+            return Work(read_bytes=moved, requests=requests if moved else 0, copied_bytes=copied)
         case Kind.UPLOAD:
             return Work(h2d_bytes=stage.upload_bytes)
         case Kind.FORWARD:
