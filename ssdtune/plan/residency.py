@@ -198,6 +198,11 @@ class MemoryPlan:
         return sum(self.breakdown.values())
 
     @property
+    def least_bytes(self) -> int:
+        """Host memory in which it runs too, more slowly: without gaps between freed tensors."""
+        return self.host_bytes - self.breakdown["gaps"]
+
+    @property
     def gradients_in_memory(self) -> frozenset[str]:
         """Stages whose complete gradient waits in memory."""
         return self.deferred - self.gradients_on_ssd

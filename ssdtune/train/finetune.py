@@ -319,6 +319,8 @@ class _Run:
             swap, adam, engine = self._assemble(stack, store, source, pool)
             if self.prepared.memory.keeps_freed_memory:
                 keep_freed_memory()
+                stack.callback(return_memory)
+                stack.callback(map_large_blocks)
             if reference is not None:
                 verify(engine, check_batch, reference, self.prepared.dtype)
             history, counters = self._train(engine, swap, adam, store, source, identity)

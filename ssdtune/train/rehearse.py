@@ -37,6 +37,9 @@ SECONDS = 6.0
 MOST_STEPS = 5
 """Of each kind, besides the first."""
 MOST_BLOCKS = 4
+COLD_BYTES = 256 * MIB
+"""What is written between operations, so that nothing of the last one is left in the processor's caches; at most a quarter of
+the memory that the run may take."""
 FLOP_PER_TOKEN = 10
 """Of a step, per parameter: twice forward, and backward."""
 LOOKED_AT = 32
@@ -88,6 +91,8 @@ class Rehearsal:
         self._batch, self._scale = _batch(prepared, self._num_blocks, most_flop)
         self._samples: dict[str, list[float]] = {}
         self._stage = ExitStack()
+        room = prepared.limits.budget_bytes - prepared.memory.breakdown["process"]
+        self._cold = torch.empty(min(COLD_BYTES, room // 4), dtype=torch.uint8)
 
     def __enter__(self) -> Self:
         self._swap, self._modes = self._stage.enter_context(
@@ -101,7 +106,7 @@ class Rehearsal:
     def step(self) -> None:
         """Run a step whose blocks are run again, and one whose blocks keep their activations, where plans may have these."""
         for shape in self._modes:
-            lanes = cast(Lanes, _OneAfterTheOther(self._prepared.device, self._clock))
+            lanes = cast(Lanes, _OneAfterTheOther(self._prepared.device, self._clock, self._cold))
             engine = Engine(
                 self._prepared.blocks, self._swap, cast(Any, _NoUpdates()), self._prepared.device, lanes,
                 shape, seed=self._prepared.config.training.seed, max_grad_norm=0.0,
@@ -133,14 +138,19 @@ def _sort(spans: list[Span], num_blocks: int, samples: dict[str, list[float]]) -
 
 @dataclass
 class _OneAfterTheOther:
-    """Stands for `Lanes`: each operation begins when the device has done all before it."""
+    """Stands for `Lanes`: each operation begins when the device has done all before it.
+
+    And with cold caches: a run has other weights for every block, here there are a few for all.
+    """
 
     device: Device
     clock: Clock
+    cold: torch.Tensor
 
     def run(self, schedule: Schedule, execute: Callable[[Operation], None]) -> list[Span]:
         spans, begin = [], self.clock()
         for operation in schedule.operations:
+            self.cold.fill_(1)
             start = self.clock()
             execute(operation)
             self.device.record().wait()

@@ -55,7 +55,7 @@ def nearest_settings(
         return compute, replace(plan, device_gradient_slots=1) if device else plan
 
     def on_host(batch_size: int, length: int) -> int:
-        return smallest(batch_size, length)[1].host_bytes
+        return smallest(batch_size, length)[1].least_bytes
 
     def on_device(batch_size: int, length: int) -> int:
         return sum(device_bytes(parts, *smallest(batch_size, length)).values())

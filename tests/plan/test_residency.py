@@ -61,8 +61,7 @@ class Model:
 
     def smallest(self, proportions: Proportions = SMALLEST, **more: Any) -> int:
         """Return the budget that just does, by default with as few slots as can be."""
-        plan = self.plan(PLENTY, 0, proportions, **more)
-        return plan.host_bytes - plan.breakdown["gaps"]  # there are none where memory is short
+        return self.plan(PLENTY, 0, proportions, **more).least_bytes
 
     @property
     def trained(self) -> list[str]:

@@ -79,8 +79,8 @@ class Model:
         """Return a memory between the least that does (0) and all that can be used (1)."""
         bounds = replace(MemoryLimits(base_bytes=0, budget_bytes=PLENTY), **changes)
         smallest = Proportions(block_slots=1, chunk_slots=2, chunk_bytes=4 * MIB)
-        least = self.plan(replace(bounds, cache_bytes=0), smallest).host_bytes
-        most = self.plan(bounds).host_bytes
+        least = self.plan(replace(bounds, cache_bytes=0), smallest).least_bytes
+        most = self.plan(bounds).least_bytes
         return replace(bounds, budget_bytes=int(least + share * (most - least)))
 
     def everything(self, limits: MemoryLimits, most: int | None = None) -> Iterator[MemoryPlan]:

@@ -150,8 +150,9 @@ def test_short_memory_takes_smaller_micro_batches(config: Any) -> None:
     roomy = prepare(config(**settings, host_memory="64GiB"), with_rows=False)
     assert divided(roomy) == (8, 1)
     smaller = with_micro_batches(roomy, 2)
-    assert smaller is not None and smaller.memory.host_bytes < roomy.memory.host_bytes - 40 * MIB
-    between = (smaller.memory.host_bytes + roomy.memory.host_bytes) // 2
+    assert smaller is not None
+    assert smaller.memory.least_bytes < roomy.memory.least_bytes - 40 * MIB
+    between = (smaller.memory.least_bytes + roomy.memory.least_bytes) // 2
     tight = prepare(config(**settings, host_memory=between), with_rows=False)
     assert divided(tight)[0] < 8 and tight.memory.host_bytes <= between
     # Though larger ones would be faster, they don't fit.
