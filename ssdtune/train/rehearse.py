@@ -108,7 +108,7 @@ class Rehearsal:
         for shape in self._modes:
             lanes = cast(Lanes, _OneAfterTheOther(self._prepared.device, self._clock, self._cold))
             engine = Engine(
-                self._prepared.blocks, self._swap, cast(Any, _NoUpdates()), self._prepared.device, lanes,
+                self._prepared.blocks, self._swap, cast(Any, None), self._prepared.device, lanes,
                 shape, seed=self._prepared.config.training.seed, max_grad_norm=0.0,
             )  # fmt: skip
             result = engine.train_step([self._batch] * shape.num_micro_batches, 0, 0.0)
@@ -150,19 +150,13 @@ class _OneAfterTheOther:
     def run(self, schedule: Schedule, execute: Callable[[Operation], None]) -> list[Span]:
         spans, begin = [], self.clock()
         for operation in schedule.operations:
-            self.cold.fill_(1)
+            if operation.kind in COMPUTING:  # nothing else is timed
+                self.cold.fill_(1)
             start = self.clock()
             execute(operation)
             self.device.record().wait()
             spans.append(Span(operation, start - begin, self.clock() - begin))
         return spans
-
-
-class _NoUpdates:
-    """Stands for the optimizer: nothing is updated."""
-
-    def keep_speculated(self) -> None:
-        pass
 
 
 class _Filled(SwapManager):

@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from ssdtune.config.load import load_config
 from ssdtune.errors import SsdtuneError
 from ssdtune.hardware.known import profile_path
 from ssdtune.plan.schedule import Kind, Lane, Operation
 from ssdtune.plan.times import ComputeTimes, key
 from ssdtune.train import rehearsed
 from ssdtune.train.forecast import Forecaster
-from ssdtune.train.prepare import Prepared, prepare
+from ssdtune.train.prepare import Prepared
 from ssdtune.train.rehearse import rehearse
-from tests.toy import make_checkpoint, make_rows
 from tests.train.test_choose import machine
 from tests.train.test_forecast import RATES
+from tests.train.test_forecast import _prepared as prepared_run
 
 BOTH = [
     "backward",
@@ -36,16 +35,8 @@ BOTH = [
 
 
 def _prepared(tmp_path: Path, **changes: Any) -> Prepared:
-    model = tmp_path / "model"
-    if not model.exists():
-        make_checkpoint(model, "llama")
-        make_rows(tmp_path / "rows.jsonl", 21)
-    settings = {
-        "model_name_or_path": str(model), "train_file": str(tmp_path / "rows.jsonl"),
-        "output_dir": str(tmp_path / "out"), "dtype": "fp32", "device": "cpu",
-        "per_device_train_batch_size": 2,
-    }  # fmt: skip
-    return prepare(load_config(None, settings | changes))
+    roomy = {"host_cache": None, "gradient_accumulation_steps": 1}
+    return prepared_run(tmp_path, **(roomy | changes))
 
 
 class Ticks:
