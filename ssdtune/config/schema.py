@@ -153,6 +153,11 @@ class TrainingConfig:
         "for the states once more",
         choices=("auto", "deferred", "speculative"),
     )  # fmt: skip
+    non_finite: str = setting(
+        "stop", "what follows if the loss or a gradient is not finite: the run ends, or the step is skipped, for which "
+        "updates wait until all gradients were looked at; fp16 skips it whatever is set",
+        choices=("stop", "skip"),
+    )  # fmt: skip
     logging_steps: int = setting(1, "report every so many steps", unit="steps", low=1)
     eval_steps: int | None = setting(
         None, "evaluate every so many steps; by default at each epoch's end", low=1

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ssdtune.errors import StorageError
+from ssdtune.errors import FormatError, StorageError
 from ssdtune.io.backend import ALIGNMENT, Backend, File, Ticket
 from ssdtune.io.buffers import BufferPool
 from ssdtune.io.unaligned import start_range
@@ -154,7 +154,10 @@ class WeightSource:
         Args:
             high: For each name, a contiguous bfloat16 CPU tensor of the parameter's shape.
             low: The same, int16.
-            split: Makes the halves of a float32 piece.
+            split: Makes the halves of a float32 piece, or raises ValueError.
+
+        Raises:
+            FormatError: A weight is not finite, or too large for bfloat16.
         """
         whole = []
         jobs: list[_Job] = []
@@ -165,7 +168,7 @@ class WeightSource:
             pairs = [(place.view(high[name]), place.view(low[name])) for place in rule.places or ()]
             if pairs and all(view.is_contiguous() for view, _ in pairs):
                 for tensor, pair in zip(rule.inputs, pairs):
-                    jobs.append(self._job(tensor, _split_into(pair, split)))
+                    jobs.append(self._job(tensor, self._split_into(pair, split, tensor)))
             else:
                 whole.append(name)
         with self._lock, torch.no_grad():
@@ -173,7 +176,8 @@ class WeightSource:
         for name in whole:
             master = torch.empty(high[name].shape, dtype=torch.float32)
             self.load([name], {name: master})
-            sink = _split_into((high[name], low[name]), split)
+            inputs = self.keymap.load_rules[self.keymap.canonical(name)].inputs
+            sink = self._split_into((high[name], low[name]), split, inputs[0])
             with torch.no_grad():
                 sink(0, master.view(-1))
 
@@ -233,6 +237,24 @@ class WeightSource:
                 f'"{name}" needs a contiguous CPU tensor of shape {list(expected)}'
                 f"{f' and {dtype}' if dtype else ''}; this one is {tensor.dtype} {list(tensor.shape)}"
             )
+
+    def _split_into(
+        self, halves: tuple[torch.Tensor, torch.Tensor], split: Split, name: str
+    ) -> Sink:
+        """Return what takes a tensor of the files apart into the two halves of a parameter, or of a part of it."""
+        high, low = (half.view(-1) for half in halves)
+
+        def sink(start: int, piece: torch.Tensor) -> None:
+            part = slice(start, start + piece.numel())
+            try:
+                split(piece.to(torch.float32), high[part], low[part])
+            except ValueError as error:
+                raise FormatError(
+                    f'{self.checkpoint.tensors[name].path}: {error}, in tensor "{name}". The file is damaged, or was saved '
+                    "from a run that had diverged; use an intact copy of the model."
+                ) from error
+
+        return sink
 
     def _job(self, name: str, sink: Sink) -> _Job:
         extent: TensorExtent = self.checkpoint.tensors[name]
@@ -317,16 +339,6 @@ class WeightSource:
 def _copy_into(flat: torch.Tensor) -> Sink:
     def sink(start: int, piece: torch.Tensor) -> None:
         flat[start : start + piece.numel()].copy_(piece)
-
-    return sink
-
-
-def _split_into(halves: tuple[torch.Tensor, torch.Tensor], split: Split) -> Sink:
-    high, low = (half.view(-1) for half in halves)
-
-    def sink(start: int, piece: torch.Tensor) -> None:
-        part = slice(start, start + piece.numel())
-        split(piece.to(torch.float32), high[part], low[part])
 
     return sink
 

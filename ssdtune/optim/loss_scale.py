@@ -34,11 +34,12 @@ class LossScale:
     good_steps: int = 0
     skipped_steps: int = 0
 
-    def note(self, *, finite: bool) -> None:
+    def note(self, *, finite: bool, where: str = "") -> None:
         """Take account of a step.
 
         Args:
             finite: All its gradients were; else it was skipped.
+            where: Where it first came to a value that was not, for the error.
 
         Raises:
             SsdtuneError: Gradients are not finite even without scaling.
@@ -55,8 +56,9 @@ class LossScale:
         if self.scale <= LEAST:
             raise SsdtuneError(
                 f"gradients are not finite in fp16 with any loss scale down to {LEAST:g} ({self.skipped_steps} steps "
-                "were skipped): activations or weights are larger than 65504, or the learning_rate is too high. Go on "
-                "from the last checkpoint with a lower learning_rate, or train with --dtype fp32 (or bf16)."
+                f"were skipped{'; in the last one ' if where else ''}{where}): activations or weights are larger than "
+                "65504, or the learning_rate is too high. Go on from the last checkpoint with a lower learning_rate, or "
+                "train with --dtype fp32 (or bf16)."
             )
         self.scale *= BACKOFF
 

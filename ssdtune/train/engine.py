@@ -40,6 +40,7 @@ from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.states import Precision
 from ssdtune.swap.update import OutOfCoreAdam, PartPiece
 from ssdtune.train.lanes import Lanes, Span
+from ssdtune.train.nonfinite import FiniteWatch, NotFinite
 from ssdtune.train.seeds import stage_seed
 from ssdtune.train.speculation import Speculation
 
@@ -56,7 +57,8 @@ class StepResult:
         grad_norm: Global norm before clipping.
         clip_scale: What the gradients were multiplied by.
         speculated: Updates were made as if it were 1, before it was known; if it is not, they are made again.
-        skipped: A gradient was not finite in fp16, so nothing is updated.
+        skipped: The loss or a gradient was not finite, so nothing is updated.
+        not_finite: Where that began, if the step was skipped.
     """
 
     loss: float
@@ -66,6 +68,7 @@ class StepResult:
     spans: list[Span]
     speculated: bool = False
     skipped: bool = False
+    not_finite: str = ""
 
 
 @dataclass
@@ -115,6 +118,7 @@ class Engine:
         seed: Seeds dropout (see `ssdtune.train.seeds`).
         max_grad_norm: Clipping limit, 0 for none.
         speculation: Decides in which steps stages that may be updated speculatively are.
+        watch: Decides what follows if something is not finite. In fp16 such a step is skipped whatever it says.
 
     Attributes:
         loss_scale: Where it computes in fp16; None elsewhere.
@@ -132,6 +136,7 @@ class Engine:
         seed: int,
         max_grad_norm: float,
         speculation: Speculation | None = None,
+        watch: FiniteWatch | None = None,
     ) -> None:
         self.blocks = blocks
         self.swap = swap
@@ -142,8 +147,11 @@ class Engine:
         self._seed = seed
         self._max_grad_norm = max_grad_norm
         self._speculation = speculation or Speculation()
+        self._watch = watch or FiniteWatch()
         dtypes = {parameter.dtype for parameter in blocks.model.parameters()}
         self.loss_scale = LossScale() if torch.float16 in dtypes else None
+        if self.loss_scale:
+            self._watch.skips = True
         self._settled: frozenset[str] = frozenset()
         """Deferred stages that the last step updated all the same."""
         self._slot_of: dict[str, str] = {}
@@ -177,7 +185,7 @@ class Engine:
             learning_rate: Of this step.
 
         Raises:
-            SsdtuneError: The loss or a gradient is not finite; nothing was updated unless clipping is off.
+            SsdtuneError: The loss or a gradient is not finite, and such steps are not skipped; or too many were.
         """
         num_items = sum(batch.num_learned_tokens for batch in batches)
         shape = replace(
@@ -189,23 +197,30 @@ class Engine:
         )
         schedule = generate_training_step(shape)
         state = self._begin(batches, step, num_items, training=True, learning_rate=learning_rate)
-        spans = self._run(schedule)
-        self._settled = self._settle(shape.speculative)
-        self._pending = state.update if shape.deferred - self._settled else None
-        clip_scale, skipped = state.update.scale, False
+        try:
+            spans = self._run(schedule)
+        except NotFinite:
+            raise SsdtuneError(self._watch.reason_to_stop(step, self.swap)) from None
+        skipped, clip_scale = self._watch.noticed, state.update.scale
+        not_finite = self.not_finite() if skipped else ""
+        assert not skipped or shape.trained <= shape.deferred, "it was updated before"
+        self._settled = self._settle(shape.speculative, skipped=skipped)
+        owed = not skipped and shape.deferred - self._settled
+        self._pending = state.update if owed else None
         if self.loss_scale:
-            assert shape.trained <= shape.deferred, (
-                "a step that may be skipped is not updated before"
-            )
             clip_scale *= self.loss_scale.scale
-            skipped = not math.isfinite(state.norm)
-            self.loss_scale.note(finite=not skipped)
-            if skipped:
-                self._pending = None
+            self.loss_scale.note(finite=not skipped, where=not_finite)
+        else:
+            self._watch.count(self.swap)
         loss = float(sum(loss.item() for loss in state.losses))
         return StepResult(
-            loss, state.norm, clip_scale, num_items, spans, bool(shape.speculative), skipped
-        )
+            loss, state.norm, clip_scale, num_items, spans, bool(shape.speculative), skipped,
+            not_finite,
+        )  # fmt: skip
+
+    def not_finite(self) -> str:
+        """Say where the step or evaluation before first came to a value that is not finite; "" if it didn't."""
+        return self._watch.where(self.swap)
 
     def _speculated_stages(self) -> frozenset[str]:
         """Return the stages that a step updates before it is known whether gradients are clipped."""
@@ -213,10 +228,10 @@ class Engine:
         allowed = stages and self._speculation.is_allowed and self.adam.can_speculate()
         return stages if allowed else frozenset()
 
-    def _settle(self, speculated: frozenset[str]) -> frozenset[str]:
+    def _settle(self, speculated: frozenset[str], *, skipped: bool) -> frozenset[str]:
         """Keep or drop the step's speculative updates, and return the stages that are updated now."""
         state = self._state
-        clipped = state.update.scale != 1.0
+        clipped = skipped or state.update.scale != 1.0
         self._speculation.note(clipped=clipped)
         if not speculated:
             return speculated
@@ -264,6 +279,7 @@ class Engine:
     ) -> _State:
         self.blocks.train(training)
         self._slot_of.clear()
+        self._watch.begin(batches)
         where = self.device.torch_device
         parts = self.blocks.layout.trained_parts
         present = {part.name: [False] * len(part.tensors) for part in parts}
@@ -320,6 +336,7 @@ class Engine:
                     speculative=operation.speculative,
                 )  # fmt: skip
         if operation.lane == Lane.COMPUTE and stage:
+            self._look(operation)
             self._state.computed[stage] = self._state.computed[OUTER] = event = self.device.record()
             for used in (stage, OUTER):
                 if used in self._slot_of:
@@ -328,6 +345,18 @@ class Engine:
                 self.swap.mark_input_used(operation.input_slot, event)
 
     # Compute lane
+
+    def _look(self, operation: Operation) -> None:
+        """Show the watch what an operation made."""
+        state, m = self._state, operation.micro_batch
+        match operation.kind:
+            case Kind.ENTRY_FORWARD | Kind.FORWARD:
+                self._watch.look(operation, state.hidden[m])
+            case Kind.LOSS | Kind.BACKWARD:
+                if operation.kind == Kind.LOSS:
+                    self._watch.look(operation, state.losses[-1])
+                if m in state.gradients:
+                    self._watch.look(operation, state.gradients[m])
 
     def _leaves(self, stage: str, training: bool) -> dict[str, torch.Tensor]:
         """Return a stage's parameters; in training as leaves whose gradients go to the stage's slot."""
@@ -517,19 +546,20 @@ class Engine:
 
     def _collect(self, stage: str, slot: str) -> None:
         state = self._state
-        total = 0.0
+        total, wrong = 0.0, []
         for part in self.blocks.layout.stages[stage].parts:
             if part.trained:
                 host, on_device = self.swap.gradient(part, slot)
                 self.device.download(on_device, host, state.computed[stage]).wait()
                 for index, spec in enumerate(part.tensors):
                     if state.update.present[part.name][index]:
-                        total += sum_of_squares(part.view(host, spec).view(-1))
-        if not math.isfinite(total) and not self.loss_scale:
-            raise SsdtuneError(
-                f"step {state.step + 1}: the gradient of {stage} is not finite. Nothing of it was applied; "
-                "go on from the last checkpoint with a lower learning_rate, or look at the rows of this step."
-            )
+                        squares = sum_of_squares(part.view(host, spec).view(-1))
+                        total += squares
+                        if not math.isfinite(squares):
+                            wrong.append((spec.name, squares))
+        first = not state.squares  # all losses are there before the first gradient
+        if wrong or (first and not all(math.isfinite(loss) for loss in state.losses)):
+            self._watch.notice(stage, wrong)
         state.squares[stage] = total
 
 

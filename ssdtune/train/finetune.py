@@ -58,6 +58,7 @@ from ssdtune.train.engine import Engine, make_step_shape
 from ssdtune.train.exporting import write_result
 from ssdtune.train.forecast import Forecast
 from ssdtune.train.lanes import Lanes
+from ssdtune.train.nonfinite import FiniteWatch, rows_text, skipped_in_a_row
 from ssdtune.train.output import hold_output
 from ssdtune.train.prepare import Prepared, config_with, prepare, summary_lines
 from ssdtune.train.rehearsed import times_of
@@ -78,6 +79,7 @@ class Result:
         losses: Of every step that this process ran.
         evaluations: (step, mean loss on the held-out rows).
         peak_memory_bytes: Most resident memory of this process.
+        skipped_steps: Steps, counted from 1, that were left out because something was not finite.
     """
 
     output_dir: Path
@@ -91,6 +93,7 @@ class Result:
     planned_memory_bytes: int = 0
     peak_memory_bytes: int = 0
     checkpoints: list[Path] = field(default_factory=list)
+    skipped_steps: list[int] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -107,6 +110,11 @@ class Result:
             lines.append(
                 f"{len(self.losses)} steps, {format_time(median)} each; loss {self.losses[0]:.4f} to "
                 f"{self.losses[-1]:.4f}"
+            )
+        if self.skipped_steps:
+            lines.append(
+                f"{len(self.skipped_steps)} of them were skipped, as something was not finite: "
+                f"{rows_text(self.skipped_steps, 'step')}"
             )
         if self.evaluations:
             lines.append(f"evaluation loss {self.evaluations[-1][1]:.4f}")
@@ -332,7 +340,7 @@ class _Run:
             {kind: counts["read"] for kind, counts in counters.items()},
             {kind: counts["written"] for kind, counts in counters.items()},
             self.prepared.memory.host_bytes, final.peak_rss_bytes,
-            [path for path in history.checkpoints if path.exists()],
+            [path for path in history.checkpoints if path.exists()], history.skipped,
         )  # fmt: skip
 
     def _leave_if_asked(self, when: str) -> None:
@@ -404,10 +412,26 @@ class _Run:
             ),
             seed=training.seed, max_grad_norm=training.max_grad_norm,
             speculation=Speculation(always=training.clipping == "speculative"),
+            watch=self._watch(),
         )  # fmt: skip
         if self.resumed and engine.loss_scale and (kept := self.resumed[1].loss_scale):
             engine.loss_scale = LossScale.from_dict(kept)
         return swap, adam, engine
+
+    def _watch(self) -> FiniteWatch:
+        rows = self.prepared.rows
+        assert rows is not None
+        lines, file = rows.train.lines, Path(self.config.data.train_file).name
+        path, in_a_row = self.output_dir / "metrics.jsonl", 0
+        if self.resumed and path.exists():
+            in_a_row = skipped_in_a_row(path, self.resumed[1].step)
+        return FiniteWatch(
+            skips=self.config.training.non_finite == "skip",
+            in_a_row=in_a_row,
+            name_rows=lambda numbers: (
+                f"{rows_text([int(lines[n]) for n in numbers], 'line')} of {file}"
+            ),
+        )
 
     def _train(
         self, engine: Engine, swap: SwapManager, adam: OutOfCoreAdam, store: Store,

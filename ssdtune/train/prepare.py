@@ -163,7 +163,9 @@ def prepare(
         budget_bytes=host_budget_bytes or host_budget(config),
         cache_bytes=config.memory.host_cache,
         chunk_bytes=config.io.chunk_bytes,
-        clipping=config.training.max_grad_norm > 0 or dtype == torch.float16,
+        clipping=config.training.max_grad_norm > 0
+        or dtype == torch.float16
+        or config.training.non_finite == "skip",
         activations=config.memory.activations,
         recompute=config.memory.recompute,
         device=other_device if host_budget_bytes else _device_limits(config, device),

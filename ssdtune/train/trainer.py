@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,8 @@ class History:
     """Of every lane, step by step."""
     checkpoints: list[Path] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    """Steps, counted from 1, that were left out."""
 
     def picture(self) -> str:
         """Return when each operation of `spans`, the last step's, ran, as SVG."""
@@ -180,6 +183,7 @@ class Trainer:
             "clip_scale": result.clip_scale,
             "speculated": result.speculated,
             "skipped": result.skipped,
+            "not_finite": result.not_finite or None,
             "loss_scale": self._engine.loss_scale and self._engine.loss_scale.scale,
             "learning_rate": rate,
             "learned_tokens": result.learned_tokens,
@@ -194,13 +198,19 @@ class Trainer:
         }
         self._metrics.write("step", step + 1, values)
         self._progress.step({"step": step + 1, **values})
-        if result.skipped and (scale := self._engine.loss_scale):
-            self._progress.note(
-                f"step {step + 1} was skipped: a gradient is not finite in fp16. The loss scale is now {scale.scale:g}; "
-                f"{scale.skipped_steps} of {step + 1} steps were skipped"
-            )
+        if result.skipped:
+            self._tell_skipped(step, result.not_finite)
         if self._drift and (words := self._drift.add(step + 1, seconds)):
             self._progress.note(words)
+
+    def _tell_skipped(self, step: int, where: str) -> None:
+        skipped, scale = self.history.skipped, self._engine.loss_scale
+        skipped.append(step + 1)
+        self._progress.note(
+            f"step {step + 1} was skipped: {where}. "
+            + (f"The loss scale is now {scale.scale:g}. " if scale else "")
+            + f"{len(skipped)} of {step + 1 - self._first} steps were skipped"
+        )
 
     def _check_folders(self) -> None:
         """Notice what was deleted or moved while the run uses it, before another step is lost."""
@@ -241,6 +251,8 @@ class Trainer:
             if self._signals.requested is not None:
                 return None
             loss, tokens = self._engine.evaluate(group)
+            if math.isfinite(total) and not math.isfinite(loss):
+                self._progress.note(f"the held-out loss is {loss}: {self._engine.not_finite()}")
             total += loss
             count += tokens
         return total / max(count, 1), count

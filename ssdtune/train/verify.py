@@ -46,8 +46,13 @@ def tolerance(dtype: torch.dtype) -> float:
     return 1e-4 if dtype == torch.float32 else 2e-2
 
 
-def compare(streamed: float, reference: float, dtype: torch.dtype, where: str) -> None:
+def compare(
+    streamed: float, reference: float, dtype: torch.dtype, where: str, not_finite: str = ""
+) -> None:
     """Compare two mean losses.
+
+    Args:
+        not_finite: Where the streamed one first came to a value that is not finite.
 
     Raises:
         MismatchError: They differ by more than rounding.
@@ -55,8 +60,8 @@ def compare(streamed: float, reference: float, dtype: torch.dtype, where: str) -
     limit = tolerance(dtype) * max(1.0, abs(reference))
     if not math.isfinite(streamed) or not math.isfinite(reference):
         raise MismatchError(
-            f"the loss of the first batch is not finite (streamed {streamed}, transformers {reference}). "
-            "Look at the rows with `ssdtune data`, and at the weights."
+            f"the loss of the first batch is not finite (streamed {streamed}, transformers {reference})"
+            f"{': ' if not_finite else ''}{not_finite}. Look at the rows with `ssdtune data`, and at the weights."
         )
     if abs(streamed - reference) > limit:
         raise MismatchError(
@@ -108,7 +113,8 @@ def verify(
         MismatchError: They differ by more than rounding.
     """
     loss, tokens = engine.evaluate(batches, num_blocks=reference.num_blocks)
-    compare(loss / tokens, reference.loss, dtype, f"{reference.num_blocks} blocks")
+    where = f"{reference.num_blocks} blocks"
+    compare(loss / tokens, reference.loss, dtype, where, engine.not_finite())
 
 
 def compare_reduced(prepared: Prepared, batch: Batch) -> None:

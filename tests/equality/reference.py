@@ -70,6 +70,7 @@ class ReferenceResult:
         state: The same after the last one. Keys are those of `named_parameters` of the model that
             transformers loads (full), or of a saved adapter file (lora).
         clipped: Steps at which clipping struck.
+        skipped: Steps without an update, because the gradients were not finite.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -81,6 +82,7 @@ class ReferenceResult:
     state: dict[str, Tensor] = field(default_factory=dict)
 
     clipped: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
 
 
 def round_half_up(master: Tensor) -> Tensor:
@@ -151,7 +153,10 @@ def train_in_memory(
         result.grad_norms.append(norm)
         result.lrs.append(scheduler.get_last_lr()[0])
         result.learned_tokens.append(learned)
-        optimizer.step()
+        if math.isfinite(norm):
+            optimizer.step()
+        else:
+            result.skipped.append(step)
         scheduler.step()
         weights.publish()
         done = step + 1

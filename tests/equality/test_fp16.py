@@ -151,6 +151,7 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path, first: float) -> None:
     made(tmp_path)
     ours = run(tmp_path, max_steps=1)
     assert ours.series("skipped") == [True]
+    assert "gradient of" in ours.series("not_finite")[0]
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     state = ours.state()
     for name, parameter in start.named_parameters():
