@@ -120,7 +120,10 @@ def _parse() -> argparse.Namespace:
         default=[1, 8],
         help=f"rows of {SEQUENCE} tokens in a step",
     )
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=["overlap", "deferred", "speculative"],
+        help="redo: speculative updates that are all wrong",
+    )  # fmt: skip
     parser.add_argument(
         "--memories", nargs="+", choices=("streamed", "roomy"), default=["streamed", "roomy"],
         help="nothing cached and a small budget, or all the memory there is",

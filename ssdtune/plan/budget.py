@@ -42,6 +42,7 @@ class RunShape:
         deferred: Stages that are updated at the beginning of the next step; before a save they are updated first.
         gradients_on_ssd: Those of them whose gradient waits on SSD.
         speculative: Those of them that are updated at once all the same; only clipped steps defer them.
+        clipped_share: Share of the steps that are taken to be clipped after speculating: the most there can be.
         inputs_on_ssd: Block inputs wait on SSD for the backward pass.
         checkpoints_kept: Checkpoints on the drives at any time; 0 if none are made.
         export_bytes: Size of the files that the run leaves for others.
@@ -59,6 +60,7 @@ class RunShape:
     deferred: frozenset[str] = frozenset()
     gradients_on_ssd: frozenset[str] = frozenset()
     speculative: frozenset[str] = frozenset()
+    clipped_share: float = 0.0
     inputs_on_ssd: bool = False
     checkpoints_kept: int = 1
     export_bytes: int = 0
@@ -151,9 +153,9 @@ def step_traffic(
 ) -> Traffic:
     """Return what one optimizer step reads and writes.
 
-    Writes are exact, except that a step that is clipped after speculating writes its states twice. Reads are the most
-    there can be: weights that still lie in a slot when they are needed again are not read again. The update works on
-    the weights where they lie for forward or backward.
+    Writes are exact where nothing is clipped after speculating (`rewritten_bytes`). Reads are the most there can be:
+    weights that still lie in a slot when they are needed again are not read again. The update works on the weights where
+    they lie for forward or backward.
 
     Args:
         resident: Names of parts whose weights and states stay in memory.
@@ -180,6 +182,22 @@ def step_traffic(
     read["activations"] += inputs
     written["activations"] += inputs
     return Traffic(read, written)
+
+
+def rewritten_bytes(
+    parts: Sequence[PartSize], run: RunShape, resident: Collection[str] = ()
+) -> int:
+    """Return what a step writes once more if it is clipped after speculating: the states of all that was updated."""
+    speculated = [p for p in parts if p.stage in run.speculative and p.name not in resident]
+    return sum(sum(state_bytes(part).values()) for part in speculated)
+
+
+def mean_written_bytes(
+    parts: Sequence[PartSize], run: RunShape, resident: Collection[str] = ()
+) -> int:
+    """Return what a step writes in the mean, with as many clipped steps as there can be."""
+    again = run.clipped_share * rewritten_bytes(parts, run, resident)
+    return step_traffic(parts, run, resident).written_bytes + round(again)
 
 
 def save_traffic(
@@ -218,7 +236,7 @@ def run_written_bytes(
             kept += sum(states.values())
         else:
             first += states.get("weights", 0) + states.get("low", 0)
-    steps = step_traffic(parts, run, resident).written_bytes * run.num_steps
+    steps = mean_written_bytes(parts, run, resident) * run.num_steps
     return first + steps + kept * run.num_checkpoints + run.export_bytes
 
 

@@ -14,6 +14,8 @@ from ssdtune.plan.budget import (
     RunShape,
     Traffic,
     disk_need,
+    mean_written_bytes,
+    rewritten_bytes,
     run_written_bytes,
     save_traffic,
     step_traffic,
@@ -175,13 +177,16 @@ def estimate(
         wear_budget_bytes: The most that the run may write; None for no limit.
     """
     traffic = step_traffic(parts, run, resident)
+    written = mean_written_bytes(parts, run, resident)
     wear = Wear(
-        traffic.written_bytes,
-        None if run.steps_per_epoch is None else round(traffic.written_bytes * run.steps_per_epoch),
+        written,
+        None if run.steps_per_epoch is None else round(written * run.steps_per_epoch),
         run_written_bytes(parts, run, resident),
         rating or Rating(),
         run.num_steps,
         wear_budget_bytes,
+        rewritten_bytes(parts, run, resident),
+        run.clipped_share,
     )
     return Estimate(
         sum(part.numel for part in parts if part.trained),

@@ -96,6 +96,8 @@ class Wear:
         step_bytes, epoch_bytes, run_bytes: Bytes written, on all drives together; None if unknown.
         num_steps: Steps of the run.
         budget_bytes: The most that the user lets the run write; None for no limit.
+        rewritten_bytes: What a step writes twice if it is clipped after speculating. All figures above take
+            `clipped_share` of the steps for such.
     """
 
     step_bytes: int
@@ -104,6 +106,8 @@ class Wear:
     rating: Rating = Rating()
     num_steps: int = 1
     budget_bytes: int | None = None
+    rewritten_bytes: int = 0
+    clipped_share: float = 0.0
 
     @property
     def share(self) -> float:
@@ -136,6 +140,11 @@ class Wear:
             f"{format_disk(self.step_bytes)} written per step, {epoch}"
             f"{format_disk(self.run_bytes)} in this run: {percent(self.share)} of {self.rating.text()}"
         )
+        if self.rewritten_bytes:
+            text += (
+                f", if {percent(self.clipped_share)} of the steps are clipped, each of which writes "
+                f"{format_disk(self.rewritten_bytes)} twice"
+            )
         used = self.rating.used_share
         if used is not None:
             text += f"; {percent(used)} of that is used up"

@@ -25,6 +25,7 @@ from ssdtune.store.space import Need, check_space
 from ssdtune.swap.manager import unit_specs
 from ssdtune.train import elsewhere
 from ssdtune.train.prepare import Prepared
+from ssdtune.train.speculation import MOST_CLIPPED
 from ssdtune.units import format_disk
 
 SAMPLED_STEPS = 64
@@ -200,6 +201,7 @@ def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
         deferred=prepared.memory.deferred,
         gradients_on_ssd=prepared.memory.gradients_on_ssd,
         speculative=prepared.memory.speculative,
+        clipped_share=1.0 if training.clipping == "speculative" else MOST_CLIPPED,
         inputs_on_ssd=prepared.memory.input_slots > 0 and not prepared.memory.inputs_stay,
         num_swapped=len(prepared.memory.swapped),
         kept_bytes=prepared.compute.kept_bytes,

@@ -239,7 +239,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     monkeypatch.setattr(engine.Engine, "_collect", collected)
     monkeypatch.setattr(Store, "commit", committed)
     monkeypatch.setattr(OutOfCoreAdam, "save", save)
-    with pytest.raises(SsdtuneError, match=r"step 3: the gradient of model.norm.weight is not finite"):
+    with pytest.raises(
+        SsdtuneError, match=r"step 3: the gradient of model.norm.weight is not finite"
+    ):
         run(folder, "failed", settings)
     assert len(saved) > commits[-1], "nothing was updated before"
     monkeypatch.undo()

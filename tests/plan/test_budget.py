@@ -10,6 +10,7 @@ import pytest
 from ssdtune.plan.budget import (
     RunShape,
     disk_need,
+    rewritten_bytes,
     run_written_bytes,
     save_traffic,
     state_bytes,
@@ -174,6 +175,21 @@ def test_speculation_takes_room_and_saves_reading_gradients() -> None:
     before, after = step_traffic(parts, deferred), step_traffic(parts, speculative)
     assert after.written == before.written
     assert after.read == {**before.read, "gradients": before.read["gradients"] - 4 * 4096}
+
+
+def test_clipped_steps_after_speculating_count_as_often_as_they_may_happen() -> None:
+    parts = only_blocks()
+    run = RunShape(
+        deferred=stages(parts), speculative=frozenset({"block.0", "block.1"}), clipped_share=0.25,
+        num_steps=8,
+    )  # fmt: skip
+    assert rewritten_bytes(parts, run, {"block.0"}) == 12 * 4096
+    unclipped = replace(run, clipped_share=0.0)
+    for resident in ((), ("block.0",)):
+        more = run_written_bytes(parts, run, resident) - run_written_bytes(
+            parts, unclipped, resident
+        )
+        assert more == 2 * rewritten_bytes(parts, run, resident)
 
 
 def test_a_save_writes_what_is_in_memory_and_the_updates_that_wait() -> None:

@@ -22,8 +22,15 @@ def test_what_the_run_takes() -> None:
     assert json.loads(json.dumps(wear.to_dict())) == {
         "step_bytes": 12 * 10**9, "epoch_bytes": 12 * TB, "run_bytes": 60 * TB, "num_steps": 5000,
         "budget_bytes": None, "rated_bytes": 600 * TB, "rated_is_assumed": False, "rated_is_read": False,
-        "used_share": None, "left_bytes": 600 * TB, "life_steps": 50_000, "share": 0.1,
+        "used_share": None, "left_bytes": 600 * TB, "life_steps": 50_000, "share": 0.1, "rewritten_bytes": 0,
+        "clipped_share": 0.0,
     }  # fmt: skip
+
+
+def test_what_is_written_twice_is_said() -> None:
+    wear = Wear(12, None, 60, Rating(600), 5, rewritten_bytes=10**9, clipped_share=0.1)
+    text = ", if 10 % of the steps are clipped, each of which writes 1.00 GB twice;"
+    assert text in wear.text()
 
 
 def test_a_guess_is_called_one_and_a_step_that_writes_nothing_lasts_for_ever() -> None:

@@ -69,9 +69,21 @@ def test_computing_is_what_was_rehearsed() -> None:
 
 
 def test_gradients_that_wait_on_drives_count_for_the_mode_only() -> None:
-    waiting = replace(DEFERRED, gradient_bytes=880)
+    waiting = replace(DEFERRED, gradient_bytes=880, read_gradient_bytes=880)
     assert bounds(waiting, RATES)["mode_s"] == bounds(DEFERRED, RATES)["mode_s"] + 2 * 880
     assert bounds(waiting, RATES)["ultimate_s"] == bounds(DEFERRED, RATES)["ultimate_s"]
+
+
+def test_a_redo_updates_beside_backward_and_beside_forward() -> None:
+    """A speculative update that was right has the phases of one without clipping, and lets its gradient lie."""
+    right = replace(STEP, gradient_bytes=880)
+    assert bounds(right, RATES)["mode_s"] == bounds(STEP, RATES)["mode_s"] + 880
+    redone = replace(DEFERRED, redone_share=1.0)
+    forward, backward = phases(redone)
+    assert forward == phases(DEFERRED)[0]
+    assert backward.write_bytes == phases(STEP)[1].write_bytes
+    assert backward.adam_parameters == 220
+    assert bounds(redone, RATES)["ultimate_s"] == bounds(DEFERRED, RATES)["ultimate_s"]
 
 
 def test_blocks_adam_and_io_share_the_cores() -> None:
@@ -165,7 +177,9 @@ def test_the_first_two_steps_and_the_last_do_not_count() -> None:
 
 
 def test_work_follows_the_plan_and_the_bytes() -> None:
-    memory = {"deferred": ["head", "embed"], "kept": ["block.0"], "swapped": []}
+    memory = {
+        "deferred": ["head", "embed"], "speculative": ["embed"], "kept": ["block.0"], "swapped": [],
+    }  # fmt: skip
     times = {
         "entry-forward": 1.0, "forward": 2.0, "forward+kept": 3.0, "loss": 4.0, "backward": 5.0, "backward+kept": 6.0,
         "entry-backward": 7.0,
@@ -173,7 +187,11 @@ def test_work_follows_the_plan_and_the_bytes() -> None:
     step = step_of(CELL, steps([1, 1, 1, 1]), memory, times, trained=PARAMETERS, split=True)
     assert step.streamed_states == step.streamed_weights == 0.5
     size = SIZES["tiny"]
+    assert step.deferred_share == pytest.approx(size.head_parameters / PARAMETERS, rel=1e-2)
+    redo = replace(CELL, mode="redo")
+    step = step_of(redo, steps([1, 1, 1, 1]), memory, times, trained=PARAMETERS, split=True)
     assert step.deferred_share == pytest.approx(2 * size.head_parameters / PARAMETERS, rel=1e-2)
+    assert step.redone_share == step.deferred_share / 2
     assert (step.forward_s, step.backward_s) == (1 + 2 * 2 + 3, 4 + 2 * 5 + 6 + 7)
 
 

@@ -6,7 +6,7 @@ A step has two phases: forward, and backward. In each, these can run side by sid
 * drives: all bytes at the measured rate for their mix of reads and writes;
 * dram: what I/O and AdamW move in memory.
 
-AdamW runs beside backward, or is deferred and runs beside the next step's forward. The ultimate bound knows no phases. Plain
+AdamW runs beside backward, or is deferred and runs beside the next step's forward, or both if it was made too early. The ultimate bound knows no phases. Plain
 numbers, nothing is measured here.
 """
 
@@ -54,9 +54,10 @@ class Step:
         weight_bytes: Of a weight that is streamed.
         split: The master is the weight and another 2 bytes.
         streamed_weights, streamed_states: Share that comes from the drives; the rest is cached.
-        gradient_bytes: Gradients that wait on the drives, written and read once each.
+        gradient_bytes: Gradients that go to the drives; `read_gradient_bytes` those that come back.
         activation_bytes: Block inputs that do.
         deferred_share: Share of the trained parameters whose update waits for the next forward.
+        redone_share: That of them that were updated beside backward too, in vain.
     """
 
     num_blocks: int
@@ -71,8 +72,10 @@ class Step:
     streamed_weights: float = 1.0
     streamed_states: float = 1.0
     gradient_bytes: float = 0.0
+    read_gradient_bytes: float = 0.0
     activation_bytes: float = 0.0
     deferred_share: float = 0.0
+    redone_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +149,7 @@ def phases(step: Step) -> tuple[Phase, Phase]:
         forward_read += step.deferred_share * head
         backward_read -= step.deferred_share * head
     forward = Phase(
-        read_bytes=forward_read + step.gradient_bytes,
+        read_bytes=forward_read + step.read_gradient_bytes,
         write_bytes=step.activation_bytes,
         compute_s=step.forward_s,
     )
@@ -155,18 +158,25 @@ def phases(step: Step) -> tuple[Phase, Phase]:
         write_bytes=step.gradient_bytes,
         compute_s=step.backward_s,
     )
-    return forward + update * step.deferred_share, backward + update * (1 - step.deferred_share)
+    at_once = 1 - step.deferred_share + step.redone_share
+    return forward + update * step.deferred_share, backward + update * at_once
 
 
 def bounds(step: Step, rates: Rates) -> dict[str, Any]:
     """Return the shortest step in seconds: with its own phases ("mode"), and of any schedule ("ultimate"), with their terms.
 
-    The ultimate bound takes neither gradients nor activations to the drives, and has every part of the machine busy
-    throughout.
+    The ultimate bound takes neither gradients nor activations to the drives, makes no update twice, and has every part of
+    the machine busy throughout.
     """
     named = dict(zip(("forward", "backward"), phases(step), strict=True))
     terms = {name: phase.terms(rates) for name, phase in named.items()}
-    free = phases(replace(step, gradient_bytes=0, activation_bytes=0))
+    nothing = {
+        "gradient_bytes": 0,
+        "read_gradient_bytes": 0,
+        "activation_bytes": 0,
+        "redone_share": 0,
+    }
+    free = phases(replace(step, **nothing))
     ultimate = (free[0] + free[1]).terms(rates)
     return {
         "mode_s": sum(longest(found) for found in terms.values()),

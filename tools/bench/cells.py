@@ -22,8 +22,14 @@ from bench.models import SIZES, Size, write_rows
 from bench.process import Failed, Watched, run, run_json
 
 SEQUENCE = 256
-MODES = {"overlap": "0", "deferred": "1.0"}
-"""Values of max_grad_norm: without clipping AdamW runs beside backward, with it beside the next forward."""
+MODES = {
+    "overlap": ("0", "auto"),
+    "deferred": ("1.0", "deferred"),
+    "speculative": ("1e9", "speculative"),
+    "redo": ("1e-6", "speculative"),
+}
+"""max_grad_norm and clipping: without clipping AdamW runs beside backward, deferred beside the next forward, and speculative
+beside backward again as nothing exceeds the norm. Where all steps do, it runs beside both: each update is made twice."""
 COUNTED = slice(2, -1)
 """Steps that count. The first takes over the weights; the first update, in a deferred run the second step's, finds no moments
 to read; the last step ends with all pending updates."""
@@ -137,7 +143,8 @@ def _measure(cell: Cell, bench: Bench, output: Path) -> dict[str, Any]:
     flags = [
         str(bench.model(cell.model)), "--method", cell.method, "--train-file", str(bench.rows(cell.model, cell.batch)),
         "--output-dir", str(output), "--max-length", str(SEQUENCE), "--max-steps", str(bench.steps),
-        "--per-device-train-batch-size", str(cell.batch), "--max-grad-norm", MODES[cell.mode],
+        "--per-device-train-batch-size", str(cell.batch), "--max-grad-norm", MODES[cell.mode][0],
+        "--clipping", MODES[cell.mode][1],
         "--dtype", bench.dtype, "--device", "cpu", "--save-steps", "0", *bench.extra,
     ]  # fmt: skip
 
@@ -260,16 +267,21 @@ def step_of(
     blocks = {f"block.{number}": size.block_parameters for number in range(size.blocks)}
     ends = {"embed": size.head_parameters, "head": size.head_parameters}
     sizes = blocks if frozen else blocks | ends
-    deferred = sum(sizes.get(stage, 0) for stage in memory["deferred"])
+    deferred, speculated = (
+        sum(sizes.get(stage, 0) for stage in memory[name]) / sum(sizes.values())
+        for name in ("deferred", "speculative")
+    )
+    redone = speculated if cell.mode == "redo" else 0.0
     forward, backward = computing(times, size.blocks, len(memory["kept"]) + len(memory["swapped"]))
     step = Step(
         num_blocks=size.blocks, block_parameters=size.block_parameters, head_parameters=size.head_parameters,
         forward_s=forward, backward_s=backward,
         trained_parameters=trained, frozen=frozen, weight_bytes=2 if split or frozen else 4, split=split,
-        gradient_bytes=moved("written", "gradients"), activation_bytes=moved("written", "activations"),
-        deferred_share=deferred / sum(sizes.values()),
+        gradient_bytes=moved("written", "gradients"), read_gradient_bytes=moved("read", "gradients"),
+        activation_bytes=moved("written", "activations"),
+        deferred_share=deferred - speculated + redone, redone_share=redone,
     )  # fmt: skip
-    states = min(1.0, moved("written", "moments") / (8 * trained))
+    states = min(1.0, moved("written", "moments") / (8 * trained * (1 + redone)))
     weights = min(1.0, moved("read", "weights") / sum(computing_reads(step))) if frozen else states
     return replace(step, streamed_states=states, streamed_weights=weights)
 
@@ -281,7 +293,7 @@ def _in_memory(cell: Cell, bench: Bench) -> dict[str, Any]:
         command = [
             sys.executable, str(BENCH / "in_memory.py"), str(bench.model(cell.model)),
             str(bench.rows(cell.model, cell.batch)), "--method", cell.method, "--batch", str(cell.batch),
-            "--steps", str(bench.in_memory_steps), "--dtype", bench.dtype, "--max-grad-norm", MODES[cell.mode],
+            "--steps", str(bench.in_memory_steps), "--dtype", bench.dtype, "--max-grad-norm", MODES[cell.mode][0],
         ]  # fmt: skip
         try:
             found = run_json(command, bench.folder)
