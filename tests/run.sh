@@ -3,4 +3,5 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../tools/venv.sh" dev
 cd "$root"
-exec "$python" -m pytest -n "${SSDTUNE_TEST_JOBS:-2}" "$@"
+# worksteal: a file's tests stay together, so that what they share is made once, and both jobs end together.
+exec "$python" -m pytest -n "${SSDTUNE_TEST_JOBS:-2}" --dist worksteal "$@"

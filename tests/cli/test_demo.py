@@ -11,6 +11,7 @@ from ssdtune.demo import EVAL_FILE
 from ssdtune.errors import MismatchError, SsdtuneError
 from tests.hardware.tiny import TINY
 
+pytestmark = pytest.mark.usefixtures("short_rehearsals")
 SHORT = ["--max-steps", "4", "--warmup-steps", "0", "--dtype", "fp32"]
 
 

@@ -17,6 +17,7 @@ from ssdtune import finetune
 from ssdtune.errors import BackendUnavailableError
 from ssdtune.plan import residency
 from ssdtune.plan.residency import MemoryPlan
+from tests.covering import covering
 from tests.equality.harness import STREAMING, TRAINING, Streamed, assert_same_bits, read_run, stream
 from tests.toy import make_checkpoint, make_rows
 
@@ -62,7 +63,9 @@ def baseline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder, settings, stream(model_dir, folder / "rows.jsonl", folder / "out", settings)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "baseline, variant", covering(CASES, VARIANTS, every=len(CASES)), indirect=["baseline"]
+)
 def test_how_bytes_move_changes_nothing(baseline: Any, tmp_path: Path, variant: str) -> None:
     folder, settings, wanted = baseline
     given = settings | VARIANTS[variant]
@@ -86,58 +89,81 @@ KEEPING: dict[str, tuple[str, dict[str, float], dict[str, Any]]] = {
 """Architecture, what it drops out, and how it is trained."""
 
 
-@pytest.mark.parametrize("case", KEEPING)
-def test_what_blocks_keep_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    """Blocks that are run again, that keep what backward needs, and both in one step, with dropout.
+WAYS: dict[str, tuple[set[int] | None, set[int], dict[str, Any]]] = {
+    "always run again": (None, set(), {"recompute": "always"}),
+    "all kept": (None, set(), {"recompute": "never"}),
+    "the last kept": ({2}, set(), {}),
+    "one between kept": ({1}, set(), {"activations": "ssd"}),
+    "all swapped": (None, set(), {"recompute": "never", "activations": "ssd"}),
+    "mixed": ({2}, {0}, {"activations": "ssd"}),
+    "other masks": ({0}, set(), {"seed": 1}),
+}
+"""Which blocks keep their activations (None: as planned), which let them wait on SSD, and settings."""
+
+
+class Keeping:
+    """Runs of one case, with what is kept put into the plan.
 
     No weights stay in memory, and there are fewer slots than blocks: in backward they lie elsewhere than in forward.
     """
-    from ssdtune.train import prepare
 
-    arch, dropout, settings = KEEPING[case]
-    model_dir = make_checkpoint(tmp_path / "model", arch, **dropout)
-    make_rows(tmp_path / "rows.jsonl", 11)
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    count = config.get("num_hidden_layers") or config["n_layer"]
-    blocks = {f"block.{i}" for i in range(count)}
-    settings = {"max_steps": 4, "host_cache": 1, "prefetch_depth": 0} | settings
+    def __init__(self, folder: Path, case: str) -> None:
+        arch, dropout, settings = KEEPING[case]
+        self.folder = folder
+        self.settings = {"max_steps": 4, "host_cache": 1, "prefetch_depth": 0} | settings
+        make_checkpoint(folder / "model", arch, **dropout)
+        make_rows(folder / "rows.jsonl", 11)
+        config = json.loads((folder / "model/config.json").read_text(encoding="utf-8"))
+        count = config.get("num_hidden_layers") or config["n_layer"]
+        self.blocks = {f"block.{i}" for i in range(count)}
+        self.again = self.run(folder / "again", "always run again")
 
-    def run(
-        name: str, kept: set[str] | None, swapped: tuple[str, ...] = (), **more: Any
-    ) -> Streamed:
+    def run(self, out: Path, way: str) -> Streamed:
+        from ssdtune.train import prepare
+
+        numbers, swapped_numbers, more = WAYS[way]
+        kept = frozenset(f"block.{i}" for i in numbers or ())
+        swapped = frozenset(f"block.{i}" for i in swapped_numbers)
+
         def plan_memory(*arguments: Any) -> MemoryPlan:
             plan = residency.plan_memory(*arguments)
-            if kept is None:
-                return plan
-            return replace(plan, kept=frozenset(kept), swapped=frozenset(swapped))
+            return plan if numbers is None else replace(plan, kept=kept, swapped=swapped)
 
-        monkeypatch.setattr(prepare, "plan_memory", plan_memory)
-        out = tmp_path / name
-        result = stream(model_dir, tmp_path / "rows.jsonl", out, settings | more)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prepare, "plan_memory", plan_memory)
+            rows = self.folder / "rows.jsonl"
+            result = stream(self.folder / "model", rows, out, self.settings | more)
         planned = json.loads((out / "plan.json").read_text(encoding="utf-8"))["memory"]
-        wanted = {"always": set(), "never": blocks, "all swapped": set()}.get(name, kept)
-        assert set(planned["kept"]) == wanted
-        assert set(planned["swapped"]) == (blocks if name == "all swapped" else set(swapped))
+        assert set(planned["kept"]) == (self.blocks if way == "all kept" else kept)
+        assert set(planned["swapped"]) == (self.blocks if way == "all swapped" else swapped)
         assert not planned["resident"]
-        assert planned["block_slots"] < len(blocks)
+        assert planned["block_slots"] < len(self.blocks)
         assert bool(planned["input_slots"]) == ("ssd" in more.values())
         return result
 
-    again = run("always", None, recompute="always")
-    assert_same_bits(run("never", None, recompute="never"), again)
-    assert_same_bits(run("the last", {"block.2"}), again)
-    assert_same_bits(run("one between", {"block.1"}, activations="ssd"), again)
-    swapped = run("all swapped", None, recompute="never", activations="ssd")
-    assert_same_bits(swapped, again)
-    assert swapped.moved("written", "activations") > 0
-    assert_same_bits(run("mixed", {"block.2"}, ("block.0",), activations="ssd"), again)
-    other = run("other masks", {"block.0"}, seed=1)
-    assert other.series("loss") != again.series("loss"), "no dropout: masks could not differ"
+
+@pytest.fixture(scope="module", params=KEEPING)
+def keeping(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Keeping:
+    return Keeping(tmp_path_factory.mktemp("keeping"), request.param)
 
 
-@pytest.mark.parametrize("num_dirs", [1, 3])
+@pytest.mark.parametrize(
+    "keeping, way", covering(KEEPING, list(WAYS)[1:], every=3), indirect=["keeping"]
+)
+def test_what_blocks_keep_changes_nothing(keeping: Keeping, tmp_path: Path, way: str) -> None:
+    """Blocks that are run again, that keep what backward needs, and both in one step, with dropout."""
+    got = keeping.run(tmp_path / "out", way)
+    if way == "other masks":
+        message = "no dropout: masks could not differ"
+        assert got.series("loss") != keeping.again.series("loss"), message
+    else:
+        assert_same_bits(got, keeping.again)
+    assert (got.moved("written", "activations") > 0) == ("activations" in WAYS[way][2])
+
+
+@pytest.mark.parametrize(
+    "baseline, num_dirs", covering(CASES, [1, 3], every=2), indirect=["baseline"]
+)
 def test_striping_changes_nothing(baseline: Any, tmp_path: Path, num_dirs: int) -> None:
     folder, settings, wanted = baseline
     dirs = [str(tmp_path / f"drive {index}") for index in range(num_dirs)]
@@ -176,9 +202,13 @@ def test_caches_save_reads(baseline: Any, tmp_path: Path) -> None:
     assert cached.moved("read", since=1) < wanted.moved("read", since=1)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_resume_after_every_step(tmp_path: Path, case: str) -> None:
-    """A run that keeps every checkpoint is taken up again from each, the latest first."""
+CHUNKS = {5: 8192, 4: 49152, 3: 32768, 2: 32768, 1: 32768}
+"""The size of pieces when a run is taken up again after a step; the latest comes first."""
+
+
+@pytest.mark.parametrize("case, after", covering(CASES, [(5, 4, 3, 2, 1), (4, 1)], every=2))
+def test_resume_after_any_step(tmp_path: Path, case: str, after: tuple[int, ...]) -> None:
+    """A run that keeps every checkpoint is taken up again from them."""
     arch, settings = CASES[case]
     model_dir = make_checkpoint(tmp_path / "model", arch)
     make_rows(tmp_path / "rows.jsonl", 13)  # four steps an epoch: a resume crosses its border
@@ -195,10 +225,10 @@ def test_resume_after_every_step(tmp_path: Path, case: str) -> None:
     settings |= {"save_steps": 1, "save_total_limit": 6, "chunk_bytes": 32768}
     saved = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "saved", settings)
     assert _facts(saved) == wanted, "saving changed the run"
-    for step, chunk_bytes in ((5, 8192), (4, 49152), (3, 32768), (2, 32768), (1, 32768)):
+    for step in after:
         given = settings | {
             "resume_from_checkpoint": str(tmp_path / f"saved/checkpoint-{step}"),
-            "chunk_bytes": chunk_bytes,
+            "chunk_bytes": CHUNKS[step],
         }
         resumed = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "saved", given)
         assert _facts(resumed) == wanted, f"resumed after step {step}"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import covering
 from tests.equality.harness import (
     NUM_ROWS,
     TRAINING,
@@ -34,9 +35,9 @@ LIMITS = {
 """Median gradient norm of the full and the LoRA run: clipping strikes in some steps and not in others."""
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch, method, side", covering(ARCHITECTURES, ["full", "lora"], ["right", "left"], every=2)
+)
 def test_every_architecture(tmp_path: Path, arch: str, method: str, side: str) -> None:
     model_dir = make_checkpoint(tmp_path / "model", arch, sharded=side == "left")
     settings = {

@@ -31,6 +31,10 @@ def test_nothing_is_kept(
     make_rows(tmp_path / "rows.jsonl", 16, lengths=(8, 8))
     make_rows(tmp_path / "eval.jsonl", 3, lengths=(8, 8))
     alive: dict[str, list[tuple[int, int]]] = {"train_step": [], "evaluate": []}
+    earlier = (
+        _living_tensors()
+    )  # what tests before have left; held, so that no address is used again
+    known = {id(tensor) for tensor in earlier}
 
     def watched(name: str) -> Callable[..., Any]:
         original = getattr(Engine, name)
@@ -41,7 +45,7 @@ def test_nothing_is_kept(
             kept = (state.entries, state.hidden, state.inputs, state.gradients)
             assert kept == ({}, {}, {}, {})
             assert not any(tensor.requires_grad for tensor in state.losses)
-            alive[name].append(_living_tensors())
+            alive[name].append(_count([t for t in _living_tensors() if id(t) not in known]))
             return result
 
         return run
@@ -55,9 +59,13 @@ def test_nothing_is_kept(
         assert len(set(figures[1:])) == 1, f"{name}: tensors and bytes alive grow: {figures}"
 
 
-def _living_tensors() -> tuple[int, int]:
+def _living_tensors() -> list[torch.Tensor]:
     gc.collect()
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+
+
+def _count(tensors: list[torch.Tensor]) -> tuple[int, int]:
+    """Return how many there are, and their bytes; none may belong to a graph."""
     assert not [tensor for tensor in tensors if tensor.grad_fn is not None]
     return len(tensors), sum(
         tensor.nbytes for tensor in tensors if tensor.device.type == "cpu" and tensor._base is None

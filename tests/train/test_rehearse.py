@@ -23,6 +23,7 @@ from tests.train.test_choose import machine
 from tests.train.test_forecast import RATES
 from tests.train.test_forecast import _prepared as prepared_run
 
+pytestmark = pytest.mark.usefixtures("short_rehearsals")
 BOTH = [
     "backward",
     "backward+kept",
