@@ -1,7 +1,9 @@
 """The real command: exit codes, what goes to stdout and what to stderr, and what it imports."""
 
+import ctypes
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from ssdtune.cli import arguments, commands
 from ssdtune.cli.main import main
 from ssdtune.config.leaves import all_leaves
 from tests.hardware.tiny import TINY
+from tests.problems import process
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,15 +242,22 @@ def test_what_is_said_of_a_run_is_said_once_and_on_stderr(tmp_path, flags):
 
     make_checkpoint(tmp_path / "model", "llama")
     make_rows(tmp_path / "rows.jsonl", 6)
-    result = python(
-        "-m", "ssdtune", *flags, "finetune", tmp_path / "model", "--train-file", tmp_path / "rows.jsonl",
+    args = [
+        *flags, "finetune", tmp_path / "model", "--train-file", tmp_path / "rows.jsonl",
         "--output-dir", tmp_path / "out", "--max-steps", 2, "--save-steps", 2, "--lr", "1e-4",
-        "--rated-terabytes-written", "0.001", "--wear-warning", "0", "--host-cache", 0, "--json",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
+        "--rated-terabytes-written", "0.001", "--wear-warning", "0", "--host-cache", 0, "--compute-threads", 2, "--json",
+    ]  # fmt: skip
+    if flags:
+        stdout = tmp_path / "stdout"
+        code, err = process.run(_main_with_stdout, stdout, [*map(str, args)])
+        out = stdout.read_text()
+    else:  # as users start it; what it imports may say something, too
+        result = python("-m", "ssdtune", *args)
+        code, out, err = result.returncode, result.stdout, result.stderr
+    assert code == 0, err
+    document = json.loads(out)
     assert document["steps"] == len(document["losses"]) == 2
-    lines = result.stderr.splitlines()
+    lines = err.splitlines()
     assert len(lines) == len(set(lines))
     warnings = [line for line in lines if "warning:" in line]
     assert len(warnings) == 1 and "this run writes" in warnings[0]
@@ -257,6 +267,11 @@ def test_what_is_said_of_a_run_is_said_once_and_on_stderr(tmp_path, flags):
         assert sum(line.startswith("step ") for line in lines) == 2
         for text in ("rows used", "drive wear: ", '"lr" is read as', "first batch: loss", "saved "):
             assert sum(text in line for line in lines) == 1, (text, lines)
+
+
+def _main_with_stdout(path, args):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 1)
+    return main(args)
 
 
 @pytest.mark.root
@@ -276,18 +291,29 @@ def test_folders_without_rights_are_named_before_any_work(tmp_path, place):
     closed.chmod(0 if place == "model" else 0o555)
     output = closed / "out" if place == "output" else tmp_path / "out"
     swap = closed if place == "swap" else tmp_path / "swap"
-    capabilities = "-dac_override,-dac_read_search"
-    result = subprocess.run(
-        ["setpriv", f"--bounding-set={capabilities}", f"--inh-caps={capabilities}", sys.executable,
-         "-m", "ssdtune", "finetune", tmp_path / "model", "--train-file", tmp_path / "rows.jsonl",
-         "--output-dir", output, "--swap-dirs", swap, "--max-steps", "1"],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    code, text = process.run(
+        _main_without_override,
+        ["finetune", str(tmp_path / "model"), "--train-file", str(tmp_path / "rows.jsonl"),
+         "--output-dir", str(output), "--swap-dirs", str(swap), "--max-steps", "1"],
     )  # fmt: skip
     closed.chmod(0o755)
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode == 2, result.stderr
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert code == 2, text
     assert len(errors) == 1
     assert str(closed) in errors[0]
     assert "permission denied" in errors[0].lower()
-    assert "first batch" not in result.stderr
+    assert "first batch" not in text
     assert not (tmp_path / "out").exists()
+
+
+def _main_without_override(args):
+    """Run a command as root who may no longer read and write what others may not."""
+    head = struct.pack("Ii", 0x20080522, 0)  # version 3, this process
+    libc = ctypes.CDLL(None, use_errno=True)
+    sets = ctypes.create_string_buffer(24)
+    assert libc.capget(head, sets) == 0
+    words = list(struct.unpack("6I", sets.raw))
+    for number in range(3):  # effective, permitted, inheritable
+        words[number] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    assert libc.capset(head, struct.pack("6I", *words)) == 0
+    return main(args)

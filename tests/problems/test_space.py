@@ -109,7 +109,7 @@ def test_killed_and_started_again_and_again_takes_no_more_space(tmp_path: Path) 
     make_rows(tmp_path / "rows.jsonl", 5)
     settings = settings_for(tmp_path, max_steps=60, save_steps=2, gradient_accumulation_steps=1)
     sizes = set()
-    for round_ in range(12):
+    for round_ in range(8):
         resume = "last" if round_ % 4 else None
         if resume is None:
             shutil.rmtree(tmp_path / "out", ignore_errors=True)

@@ -85,12 +85,16 @@ def test_it_runs_to_the_end_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_no_card_is_a_verdict(tmp_path: Path) -> None:
-    result, report = run(tmp_path)
-    assert result.returncode == 3
+def test_no_card_is_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", [str(TOOL), "--output", str(output)])
+    assert gpu_check.main() == 3
+    report = json.loads(output.read_text(encoding="utf-8"))
     assert report["verdict"] == "no device"
     assert "finds no CUDA card" in report["reason"]
-    assert result.stdout == f"no device: {report['reason']}\n"
+    assert capsys.readouterr().out == f"no device: {report['reason']}\n"
 
 
 def test_a_missing_package_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
