@@ -17,6 +17,7 @@ from ssdtune.plan.residency import Proportions
 from ssdtune.store.store import Store
 from ssdtune.swap.update import OutOfCoreAdam
 from ssdtune.train import engine, prepare
+from tests.covering import covering
 from tests.equality.harness import Streamed, assert_same_bits, stream
 from tests.toy import make_checkpoint, make_rows
 
@@ -84,7 +85,7 @@ def test_speculation_changes_nothing(tmp_path: Path, case: str) -> None:
     assert_same_bits(in_memory, deferred)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", covering(range(4), every=2))
 def test_any_settings(tmp_path: Path, seed: int) -> None:
     """Combinations drawn at random, saved at random steps, gone on with in the other way."""
     chance = random.Random(seed)

@@ -44,14 +44,10 @@ def run(program: Path, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def engine_test(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("native"), "engine_test", "-O0")
-
-
-@pytest.mark.parametrize("name", ["io_uring", "libaio", "threads"])
-def test_engines_survive_faults(engine_test, tmp_path, name):
-    assert run(engine_test, str(tmp_path), name).splitlines() == [f"{name} ok", "late ok"]
+def test_engines_survive_faults(tmp_path):
+    program = build(tmp_path, "engine_test", "-O0")
+    for name in ("threads", "libaio", "io_uring"):  # what may be missing comes last
+        assert run(program, str(tmp_path), name).splitlines() == [f"{name} ok", "late ok"]
 
 
 @pytest.mark.slow

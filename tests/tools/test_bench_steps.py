@@ -260,6 +260,7 @@ def one_cell(folder: Path, *flags: str) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_cell_of_a_tiny_model(tmp_path: Path) -> None:
     record = one_cell(

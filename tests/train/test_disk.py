@@ -214,7 +214,7 @@ def test_the_drives_themselves_tell_what_is_left_of_their_life(folder, tmp_path)
     assert "20 % of that is used up, what is left lasts" in wear(500, 0.2).text()
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_other_memory_to_the_same_bits(folder, tmp_path, method):
     """What waits on the drives depends on the memory that is free, which another day is another."""
     streamed = {"host_cache": 0}
