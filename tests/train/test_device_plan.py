@@ -81,7 +81,7 @@ def test_the_budget_is_what_is_free_unless_it_is_given(
     assert "GPU memory: " in text and " planned of 1.00 GiB; slots for the weights of 3" in text
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_what_does_not_fit_on_the_card_is_refused_with_what_would(
     folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -203,7 +203,7 @@ def test_a_run_of_unknown_length_has_no_cost(folder: Path) -> None:
     assert result.cost is None and result.to_dict()["run"] is None
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_what_is_named_as_nearest_fits_and_a_little_less_does_not(
     folder: Path, method: str
 ) -> None:
