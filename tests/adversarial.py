@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdtune.device.allocations import Allocations
-from ssdtune.device.base import Capabilities, DeviceMemory, Event, Pin
+from ssdtune.device.base import Capabilities, DeviceMemory, Event, FileUse, Pin
 from ssdtune.device.cpu import CpuDevice
 from ssdtune.errors import SsdtuneError
 from ssdtune.io.backend import Backend, File, Ticket
 from ssdtune.io.buffers import Buffer, BufferPool
+from ssdtune.io.device_bytes import Memory
 from ssdtune.io.select import open_backend
 from ssdtune.plan.schedule import Lane, Operation, Schedule
 from ssdtune.train.lanes import Span
@@ -214,7 +215,8 @@ class AdversarialDevice:
 
     Attributes:
         violations: What went wrong without changing a number.
-        num_copies: Copies that were asked for, to see that the device was used.
+        num_copies: Copies that were asked for, to see that the device was used; `num_straight` transfers between drives
+            and its memory.
         known: Operations of compute up to this tick are over, as far as whoever asks for copies now can know.
         taken: The most that was allocated for each purpose.
         free_bytes: What it says is free.
@@ -231,6 +233,7 @@ class AdversarialDevice:
         self.running: list[_Copy] = []
         self.violations: list[str] = []
         self.num_copies = 0
+        self.num_straight = 0
         self.known = 0
         self.allocations = Allocations()
         self.taken: dict[str, int] = {}
@@ -257,6 +260,15 @@ class AdversarialDevice:
         self.accesses.forget(memory)
         self.accesses.note(memory, is_written=True)
         return memory
+
+    def file_memory(self, memory: torch.Tensor, use: FileUse) -> memoryview:
+        """Check that compute is known to be done with it."""
+        with self.lock:
+            latest = self.accesses.latest(memory, writes=use == "written")
+            if use != "registered" and latest > self.known:
+                self.violations.append("a transfer may be early: compute used its memory since")
+            self.num_straight += use != "registered"
+        return memoryview(memory.view(torch.uint8).numpy())
 
     def pin(self, memory: memoryview) -> Pin:
         """Do nothing."""
@@ -351,6 +363,7 @@ class LateBackend:
     """A `Backend` that moves bytes when it is waited for; what is being read holds poison until then."""
 
     name = "python"
+    takes_device_memory = True
 
     def __init__(self, name: str, *, queue_depth: int, request_bytes: int) -> None:
         self._inner: Backend = open_backend(
@@ -372,6 +385,10 @@ class LateBackend:
     def write(self, file: File, offset: int, buffer: memoryview) -> Ticket:
         """Do nothing yet."""
         return _Late(self, lambda: self._inner.write(file, offset, buffer))
+
+    def register(self, memory: Memory) -> Callable[[], None]:
+        """Do nothing."""
+        return lambda: None
 
     def sync(self, files: Iterable[File]) -> None:
         """Make durable what was written."""

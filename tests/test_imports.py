@@ -27,6 +27,7 @@ SAME_STEP = {
     ("train", "export"),  # the end of a run writes the tuned weights
     ("swap", "optim"), ("swap", "model"),
     ("report", "plan"),  # pictures of schedules
+    ("device", "io"),  # where a card's memory is, for drives that reach it
 }  # fmt: skip
 # Plain numbers: no torch and no files, so that a plan can be made anywhere.
 PLAIN = {"plan", "config"}

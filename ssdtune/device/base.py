@@ -6,7 +6,8 @@ asynchronous: `upload` and `download` return an `Event`, and whoever uses the re
 Compute is one queue and copies each way are one: within a queue everything is in the order in which it was
 issued, between queues only events order anything. All methods may be called from any thread.
 
-What file data can go straight to a card (GPUDirect Storage) is the business of `ssdtune.io`.
+Bytes between drives and a card's memory without host memory (GPUDirect Storage) are the business of `ssdtune.io`; the
+device only says where its memory is (`file_memory`).
 Read `ssdtune.device.cpu` for the semantics at their simplest, `ssdtune.device.cuda` for streams.
 """
 
@@ -15,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from ssdtune.errors import SsdtuneError
+    from ssdtune.io.device_bytes import Memory
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class DeviceMemory:
     by_purpose: dict[str, int] = field(default_factory=dict)
     budget_bytes: int | None = None
     pinned_bytes: int = 0
+
+
+FileUse = Literal["read into", "written", "registered"]
+"""What file backends do with a device's memory."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,16 @@ class Device(Protocol):
 
         Raises:
             CapacityError: It does not fit; the message says what took the rest.
+        """
+
+    def file_memory(self, memory: torch.Tensor, use: FileUse) -> Memory:
+        """Return contiguous device memory as what file backends that take it want.
+
+        The device must be done with it: with all use before bytes are read into it, with the last write before it is written
+        to a file.
+
+        Args:
+            use: What is about to be done with it.
         """
 
     def pin(self, memory: memoryview) -> Pin:

@@ -7,8 +7,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from ssdtune.device.base import Capabilities, DeviceMemory, Event, Pin
+from ssdtune.device.base import Capabilities, DeviceMemory, Event, FileUse, Pin
 from ssdtune.errors import SsdtuneError
+from ssdtune.io.device_bytes import Memory
 
 
 class _Done:
@@ -45,6 +46,10 @@ class CpuDevice:
     def allocate(self, num_bytes: int, purpose: str = "buffers") -> torch.Tensor | None:
         """Return None: host memory is used in place."""
         return None
+
+    def file_memory(self, memory: torch.Tensor, use: FileUse) -> Memory:
+        """Return host memory as it is."""
+        return memoryview(memory.view(torch.uint8).numpy())
 
     def pin(self, memory: memoryview) -> Pin:
         """Do nothing."""

@@ -18,8 +18,9 @@ import torch
 
 from ssdtune.device import failures
 from ssdtune.device.allocations import Allocations
-from ssdtune.device.base import Capabilities, DeviceMemory, Event, Pin, explained
+from ssdtune.device.base import Capabilities, DeviceMemory, Event, FileUse, Pin, explained
 from ssdtune.errors import BackendUnavailableError, SsdtuneError
+from ssdtune.io.device_bytes import DeviceBytes, Memory
 from ssdtune.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,10 @@ class CudaDevice:
             tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
         self._allocations.add(tensor, purpose)
         return tensor
+
+    def file_memory(self, memory: torch.Tensor, use: FileUse) -> Memory:
+        """Return where the memory is on the card."""
+        return DeviceBytes.of(memory.view(torch.uint8))
 
     def pin(self, memory: memoryview) -> Pin:
         """Register the memory with the driver, which locks its pages."""

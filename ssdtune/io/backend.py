@@ -9,10 +9,12 @@ Implementations: `native` (io_uring, kernel aio, C++ threads), `threads` (Python
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from ssdtune.io.device_bytes import Memory
 
 ALIGNMENT = 4096
 """Offsets, lengths and addresses of direct transfers are multiples of this many bytes."""
@@ -45,6 +47,8 @@ class Ticket(Protocol):
 class Backend(Protocol):
     """Moves bytes between files and buffers."""
 
+    takes_device_memory: bool
+    """`read` and `write` also take `ssdtune.io.device_bytes.DeviceBytes`, of any alignment, once the device is done with them."""
     name: str
     """"io_uring", "libaio", "threads" (native), "python" or "kvikio"."""
 
@@ -66,6 +70,9 @@ class Backend(Protocol):
 
     def write(self, file: File, offset: int, buffer: memoryview) -> Ticket:
         """Start writing `buffer` at `offset`; the same rules as for `read`."""
+
+    def register(self, memory: Memory) -> Callable[[], None]:
+        """Prepare device memory for many transfers, and return what undoes that before it is freed."""
 
     def sync(self, files: Iterable[File]) -> None:
         """Make what was written durable (fdatasync). Waits for no transfer: call `wait` first."""

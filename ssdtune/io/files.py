@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from ssdtune.errors import StorageError
 from ssdtune.io.backend import ALIGNMENT, File
+from ssdtune.io.device_bytes import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -205,6 +206,7 @@ class FileBackend:
     """
 
     name = ""
+    takes_device_memory = False
 
     def __init__(self, *, queue_depth: int, request_bytes: int) -> None:
         if queue_depth < 1:
@@ -242,6 +244,10 @@ class FileBackend:
         """Start writing `buffer` at `offset`; see `Backend.write`."""
         view = _checked_view(file, offset, buffer)
         return self._submit(True, file, offset, view, view.nbytes)
+
+    def register(self, memory: Memory) -> Callable[[], None]:
+        """Refuse: this backend takes host memory only."""
+        raise ValueError(f"the {self.name} backend takes no device memory")
 
     def sync(self, files: Iterable[File]) -> None:
         """Make what was written durable (fdatasync). Waits for no transfer: call `wait` first."""

@@ -10,70 +10,26 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import os
 import queue
 import stat
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
-
-import numpy as np
+from typing import Any, cast
 
 from ssdtune.errors import BackendUnavailableError, StorageError
-from ssdtune.io.backend import ALIGNMENT, File
+from ssdtune.io.backend import File
+from ssdtune.io.device_bytes import DeviceArray, DeviceBytes, Memory
 from ssdtune.io.files import FileBackend, FileTicket
 from ssdtune.io.kvikio_probe import KvikioState, explain, kvikio_problem, kvikio_state
+from ssdtune.units import format_memory
 
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 64
 """Threads of kvikio at most, however deep the queue: each has one request in flight."""
-
-
-@runtime_checkable
-class DeviceArray(Protocol):
-    """Memory of a CUDA device, such as a CUDA tensor of torch."""
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]: ...
-
-
-class _DeviceBytes:
-    """A contiguous range of device memory that can be sliced; does for it what memoryview does for host memory."""
-
-    def __init__(self, address: int, nbytes: int, readonly: bool) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.readonly = readonly
-
-    @classmethod
-    def of(cls, array: DeviceArray) -> _DeviceBytes:
-        """Return all bytes of an array.
-
-        Raises:
-            ValueError: The array is not contiguous.
-        """
-        interface = array.__cuda_array_interface__
-        shape, item_bytes = interface["shape"], np.dtype(interface["typestr"]).itemsize
-        packed = [item_bytes * math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        if interface.get("strides") not in (None, tuple(packed)):
-            raise ValueError("the buffer is not contiguous")
-        address, readonly = interface["data"]
-        return cls(address, item_bytes * math.prod(shape), readonly)
-
-    def __getitem__(self, part: slice) -> _DeviceBytes:
-        start, end, _ = part.indices(self.nbytes)
-        return _DeviceBytes(self.address + start, end - start, self.readonly)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (self.address, self.readonly),
-            "version": 3,
-        }
 
 
 class _KvikioTransfer:
@@ -129,6 +85,7 @@ class KvikioBackend(FileBackend):
     """
 
     name = "kvikio"
+    takes_device_memory = True
     _switch = threading.Lock()
 
     def __init__(self, *, queue_depth: int, request_bytes: int) -> None:
@@ -179,10 +136,14 @@ class KvikioBackend(FileBackend):
         *,
         minimum: int | None = None,
     ) -> FileTicket:
-        """Start filling `buffer` from `offset`; see `Backend.read`. A device buffer may have any address."""
+        """Start filling `buffer` from `offset`; see `Backend.read`.
+
+        A device buffer may have any address and length, and lie anywhere in the file: kvikio reads what is not whole
+        pages aside.
+        """
         if not isinstance(buffer, DeviceArray):
             return super().read(file, offset, buffer, minimum=minimum)
-        view = _checked_device(file, offset, buffer)
+        view = _checked_device(offset, buffer)
         if view.readonly:
             raise ValueError("the buffer to read into is read-only")
         wanted = view.nbytes if minimum is None else minimum
@@ -192,8 +153,20 @@ class KvikioBackend(FileBackend):
         """Start writing `buffer` at `offset`; the same rules as for `read`."""
         if not isinstance(buffer, DeviceArray):
             return super().write(file, offset, buffer)
-        view = _checked_device(file, offset, buffer)
+        view = _checked_device(offset, buffer)
         return self._submit(True, file, offset, cast(memoryview, view), view.nbytes)
+
+    def register(self, memory: Memory) -> Callable[[], None]:
+        """Register device memory with cuFile, which saves GDS a copy on the card; without GDS kvikio does nothing."""
+        try:
+            self._kvikio.memory_register(memory)
+        except Exception as error:
+            logger.warning(
+                "%s of device memory were not registered for GPUDirect Storage, which costs a copy: %s",
+                format_memory(memory.nbytes), error,
+            )  # fmt: skip
+            return lambda: None
+        return partial(self._kvikio.memory_deregister, memory)
 
     def close_file(self, file: File) -> None:
         """Wait for the file's transfers and close it; buffered files drop their page cache first."""
@@ -253,15 +226,9 @@ def _bytes_there(descriptor: int, offset: int, wanted: int) -> int:
     return min(wanted, max(status.st_size - offset, 0)) if stat.S_ISREG(status.st_mode) else wanted
 
 
-def _checked_device(file: File, offset: int, buffer: DeviceArray) -> _DeviceBytes:
+def _checked_device(offset: int, buffer: DeviceArray) -> DeviceBytes:
     """Return a device buffer's bytes after checking what a transfer needs."""
-    view = _DeviceBytes.of(buffer)
+    view = DeviceBytes.of(buffer)
     if offset < 0:
         raise ValueError(f"offset is {offset}; it must not be negative")
-    if file.direct:
-        for what, value in (("offset", offset), ("length", view.nbytes)):
-            if value % ALIGNMENT:
-                raise ValueError(
-                    f"{what} {value} is no multiple of {ALIGNMENT}, which direct I/O needs ({file.path})"
-                )
     return view

@@ -14,12 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from ssdtune.errors import FormatError, StorageError
 from ssdtune.io.backend import ALIGNMENT, Backend, File, Ticket
 from ssdtune.io.buffers import BufferPool
+from ssdtune.io.device_bytes import Memory
+from ssdtune.io.tickets import Tickets
 from ssdtune.io.unaligned import start_range
 from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.conversion import Rule
@@ -141,6 +144,33 @@ class WeightSource:
                 self._convert(rule, wanted)
             for tensor, original in copies:
                 tensor.copy_(original)
+
+    def load_straight(
+        self,
+        names: Iterable[str],
+        into: Mapping[str, torch.Tensor],
+        memory_of: Callable[[torch.Tensor], Memory],
+    ) -> None:
+        """Fill tensors in device memory, without a byte passing through host memory of this process.
+
+        Args:
+            names: Names in the model that `stored_as_is` was true of.
+            into: For each name, a contiguous tensor of the parameter's shape, in the dtype of the files.
+            memory_of: Returns what the backend takes of a tensor's memory.
+
+        Raises:
+            StorageError: A read failed.
+        """
+        with self._lock, Tickets() as tickets:
+            for name in names:
+                rule = self.keymap.load_rules[self.keymap.canonical(name)]
+                for key, place in zip(rule.inputs, rule.places or ()):
+                    extent: TensorExtent = self.checkpoint.tensors[key]
+                    memory = memory_of(place.view(into[name]).view(-1))
+                    file = self._open(extent.path, deque())
+                    # Backends that don't take device memory are never given any.
+                    tickets.add(self._backend.read(file, extent.offset, cast(memoryview, memory)))
+                    self.bytes_read += extent.num_bytes
 
     def load_split(
         self,
@@ -334,6 +364,24 @@ class WeightSource:
             self._backend.close_file(self._files.pop(oldest))
         self._files[path] = self._backend.open(path, direct=self._direct)
         return self._files[path]
+
+
+def stored_as_is(
+    checkpoint: HfCheckpoint, keymap: KeyMap, names: Iterable[str], dtype: torch.dtype
+) -> bool:
+    """Say whether the bytes of parameters are in the files just as they are computed with; taken for true without files."""
+    if not checkpoint.tensors:
+        return True
+    for name in names:
+        rule = keymap.load_rules.get(keymap.canonical(name))
+        if rule is None or not rule.places:
+            return False
+        whole = torch.empty(keymap.shapes[name], device="meta")
+        if not all(place.view(whole).is_contiguous() for place in rule.places):
+            return False
+        if any(TORCH_DTYPES[checkpoint.tensors[key].dtype] != dtype for key in rule.inputs):
+            return False
+    return True
 
 
 def _copy_into(flat: torch.Tensor) -> Sink:

@@ -89,6 +89,7 @@ class PartSize:
         numel: Elements; a trained part has `numel` fp32 gradients and its optimizer states.
         split: The master weight is split (bf16 and int16 halves).
         coded: Moments have 8 bits.
+        stored_as_is: Frozen, and the model's files have its bytes as they are computed with.
     """
 
     name: str
@@ -98,6 +99,7 @@ class PartSize:
     trained: bool
     split: bool
     coded: bool = False
+    stored_as_is: bool = False
 
     @property
     def states(self) -> dict[str, int]:
@@ -163,6 +165,8 @@ class MemoryPlan:
         keeps_freed_memory: On a CPU, memory of freed tensors stays with the process, gaps included; else it goes back
             to the system, and computing is slower.
         breakdown: Host bytes by purpose.
+        straight: Parts that go from the drives to a card without a place in host memory, if they aren't resident.
+        device_io: So do block inputs and activations that go to SSD and back.
         device_gradient_slots: Gradient slots for blocks on a card; 0 on a CPU, as for the other figures of a device.
         device_budget_bytes: The most that a run may take of the card.
         device_breakdown: Bytes of the card by purpose.
@@ -183,6 +187,8 @@ class MemoryPlan:
     keeps_freed_memory: bool = False
     budget_bytes: int = 0
     breakdown: dict[str, int] = field(default_factory=dict, hash=False)
+    straight: frozenset[str] = frozenset()
+    device_io: bool = False
     device_gradient_slots: int = 0
     device_budget_bytes: int = 0
     device_breakdown: dict[str, int] = field(default_factory=dict, hash=False)
@@ -220,7 +226,9 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        sets = ("resident", "deferred", "gradients_on_ssd", "kept", "swapped", "speculative")
+        sets = (
+            "resident", "deferred", "gradients_on_ssd", "kept", "swapped", "speculative", "straight",
+        )  # fmt: skip
         plain = {name: sorted(getattr(self, name)) for name in sets}
         return {
             **asdict(self), **plain, "host_bytes": self.host_bytes, "device_bytes": self.device_bytes,
@@ -269,6 +277,7 @@ class MemoryLimits:
         activations: Where block inputs wait: "auto", "host" or "ssd".
         recompute: Whether blocks are run again in backward: "auto", "always" or "never".
         device: What may be taken of a card; None on a CPU, whose memory is the host's.
+        device_io: The I/O backend moves bytes between drives and the card's memory.
     """
 
     base_bytes: int
@@ -279,6 +288,7 @@ class MemoryLimits:
     activations: str = "auto"
     recompute: str = "auto"
     device: DeviceLimits | None = None
+    device_io: bool = False
 
 
 def plan_memory(
@@ -324,6 +334,7 @@ class _Planner:
         self.trained = list(self.gradient_bytes)
         self.state_bytes = {part.name: part.state_bytes for part in parts}
         self.coded = any(part.coded for part in parts)
+        self.straight = frozenset(p.name for p in parts if p.stored_as_is and limits.device_io)
         # A read that is smaller than the scratch buffers does not touch all of them.
         by_stage: dict[str, int] = {}
         for part in parts:
@@ -349,6 +360,7 @@ class _Planner:
             input_slots=0 if stay else wanted.input_slots,
             chunk_bytes=limits.chunk_bytes or wanted.chunk_bytes, budget_bytes=limits.budget_bytes,
             device_budget_bytes=limits.device.budget_bytes if limits.device else 0,
+            straight=self.straight, device_io=limits.device_io,
         )  # fmt: skip
         for block_slots, chunk_slots, chunk_bytes, gradient_slots in self._slots():
             plan = replace(
@@ -473,7 +485,7 @@ class _Planner:
                 chunks.append(chunk_slot_bytes(streamed[0], numel, with_gradient=waits))
         again = len(self.blocks) - len(plan.kept) - len(plan.swapped)
         stay = again * compute.num_micro_batches * compute.input_bytes
-        slots = plan.input_slots * plan.input_slot_bytes(compute)
+        slots = 0 if plan.device_io else plan.input_slots * plan.input_slot_bytes(compute)
         # What comes out of a block whose activations go to SSD stays, and so does its input.
         stay = stay if plan.inputs_stay or not plan.input_slots else 0
         stay += len(plan.swapped) * compute.num_micro_batches * compute.input_bytes
@@ -490,7 +502,9 @@ class _Planner:
             "optimizer chunks": plan.chunk_slots * max(chunks, default=0),
             "compute": 0 if on_card else computing,
             "gaps": gaps if plan.keeps_freed_memory else 0,
-            "weight slots": weight_slot_bytes(self.parts, plan.resident, plan.block_slots),
+            "weight slots": weight_slot_bytes(
+                self.parts, plan.resident | plan.straight, plan.block_slots
+            ),
             "gradients": self._gradients(plan),
             "block inputs": slots + (0 if on_card else stay),
             "kept activations": 0 if on_card else kept,
@@ -527,10 +541,16 @@ def _class(stage: str) -> str:
     return "block" if stage.startswith("block.") else stage
 
 
-def weight_slot_bytes(parts: Sequence[PartSize], resident: frozenset[str], block_slots: int) -> int:
-    """Return the host bytes of all weight slots; see `ssdtune.plan.generate` for their classes."""
+def weight_slot_bytes(
+    parts: Sequence[PartSize], elsewhere: frozenset[str], block_slots: int
+) -> int:
+    """Return the host bytes of all weight slots; see `ssdtune.plan.generate` for their classes.
+
+    Args:
+        elsewhere: Parts that have no place in them.
+    """
     by_stage: dict[str, int] = {}
     for part in parts:
-        if part.name not in resident:
+        if part.name not in elsewhere:
             by_stage[part.stage] = by_stage.get(part.stage, 0) + part.weight_bytes
     return class_bytes(by_stage, block_slots)

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from ssdtune.errors import ConfigError, FormatError, StorageError
 from ssdtune.io.backend import ALIGNMENT, Backend, File, Ticket
+from ssdtune.io.device_bytes import Memory
 from ssdtune.store.checksums import Check, Checksums, Key
 from ssdtune.store.claim import claim_again, claim_new
 from ssdtune.store.directories import resolve_directories
@@ -198,21 +199,22 @@ class Store:
             store._write_owners()
             return store
 
-    def read(self, unit: str, state: str, view: memoryview, *, offset: int = 0) -> Ticket:
+    def read(self, unit: str, state: str, view: Memory, *, offset: int = 0) -> Ticket:
         """Start reading from the live version into `view`.
 
         After `open`, the first read of each piece that has a checksum verifies it in `wait`. A read that
         covers a piece only in part cannot, and leaves that piece for a later one.
 
         Args:
-            view: Writable bytes, a multiple of 4096 long; not to be touched until `wait`.
+            view: Writable bytes, a multiple of 4096 long; not to be touched until `wait`. States without versions may
+                also lie in device memory, if the backend takes that.
             offset: Where to begin within the state, a multiple of 4096.
 
         Raises:
             ValueError: Nothing was written yet, or the range is not within the state.
         """
         spec = self.layout.state(unit, state)
-        view = as_bytes(view)
+        into = as_bytes(view)
         with self._lock:
             if spec.versioned:
                 live = self._versions.live[unit]
@@ -223,22 +225,22 @@ class Store:
                 if (unit, state) not in self._filled and spec.nbytes:
                     raise ValueError(f"read of unit {unit}, {state}: nothing was written yet")
             key = (unit, state, live)
-            checks = self._checksums.due(key, spec.extent_bytes, offset, view.nbytes)
+            checks = self._checksums.due(key, spec.extent_bytes, offset, into.nbytes)
 
         def finish(succeeded: bool) -> None:
             if not succeeded:
                 return
-            self._count(spec.kind, "read", view.nbytes)
+            self._count(spec.kind, "read", into.nbytes)
             for check in checks:
-                self._verify(key, check, view[check.offset - offset :][: check.nbytes])
+                self._verify(key, check, into[check.offset - offset :][: check.nbytes])
             if checks:
                 with self._lock:
                     self._checksums.verified(key, checks)
 
-        return self._transfer(self._backend.read, key, view, offset, finish)
+        return self._transfer(self._backend.read, key, into, offset, finish)
 
     def write(
-        self, unit: str, state: str, view: memoryview, *, offset: int = 0, beside: bool = False
+        self, unit: str, state: str, view: Memory, *, offset: int = 0, beside: bool = False
     ) -> Ticket:
         """Start writing `view` to the pending version.
 
@@ -256,15 +258,15 @@ class Store:
             CapacityError: All places of the unit are held.
         """
         spec = self.layout.state(unit, state)
-        view = as_bytes(view)
-        self.layout.pieces(unit, state, 0, offset, view.nbytes)  # refuses bad ranges
+        source = as_bytes(view)
+        self.layout.pieces(unit, state, 0, offset, source.nbytes)  # refuses bad ranges
         with self._lock:
             with_checksums = self._record_checksums and spec.versioned
             if with_checksums and not self._checksums.covers_whole_pieces(
-                spec.extent_bytes, offset, view.nbytes
+                spec.extent_bytes, offset, source.nbytes
             ):
                 raise ValueError(
-                    f"write of unit {unit}, {state}: {view.nbytes} bytes at {offset} are not whole pieces "
+                    f"write of unit {unit}, {state}: {source.nbytes} bytes at {offset} are not whole pieces "
                     f"of {self._checksums.check_bytes}"
                 )
             pending = None
@@ -276,11 +278,11 @@ class Store:
             else:
                 self._filled.add((unit, state))
             key = (unit, state, pending.version if pending else 0)
-            self._checksums.forget(key, offset, view.nbytes)
+            self._checksums.forget(key, offset, source.nbytes)
 
         def finish(succeeded: bool) -> None:
             if succeeded:
-                self._count(spec.kind, "written", view.nbytes)
+                self._count(spec.kind, "written", source.nbytes)
             if pending is None:
                 return
             with self._lock:
@@ -288,11 +290,11 @@ class Store:
                 pending.failed += not succeeded
                 if succeeded:
                     written = pending.written_bytes
-                    written[state] = written.get(state, 0) + view.nbytes
+                    written[state] = written.get(state, 0) + source.nbytes
 
-        ticket = self._transfer(self._backend.write, key, view, offset, finish)
+        ticket = self._transfer(self._backend.write, key, source, offset, finish)
         if with_checksums:  # while the drive works
-            values = self._checksums.compute(view)
+            values = self._checksums.compute(source)
             with self._lock:
                 self._checksums.record(key, spec.extent_bytes, offset, values)
         return ticket

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import cast
 
 from ssdtune.errors import SsdtuneError
 from ssdtune.io.backend import ALIGNMENT, Ticket
+from ssdtune.io.device_bytes import DeviceBytes, Memory
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +60,14 @@ class Transfer:
                 finish(False)
 
 
-def as_bytes(view: memoryview) -> memoryview:
+def as_bytes(view: Memory) -> memoryview:
     """Return a buffer as plain bytes.
 
     Raises:
         ValueError: Its length is no multiple of the alignment, or it is not contiguous.
     """
+    if isinstance(view, DeviceBytes):
+        return cast(memoryview, view)  # can be sliced, and that is all that is done with it
     view = memoryview(view)
     if not view.nbytes:
         return memoryview(bytearray())

@@ -52,7 +52,7 @@ class Leaving:
     """Tensors on their way into a slot.
 
     Attributes:
-        host: The slot, bytes in host memory.
+        host: The slot, bytes in host memory, or where the drives reach it, on the device.
         used: Bytes of it that are taken.
     """
 

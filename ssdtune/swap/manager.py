@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ssdtune.device.base import Device, Event, Pin
+from ssdtune.device.base import Device, Event, FileUse, Pin
 from ssdtune.io.backend import ALIGNMENT
 from ssdtune.io.buffers import Buffer, BufferPool, aligned_size
+from ssdtune.io.device_bytes import Memory
 from ssdtune.io.tickets import Tickets
 from ssdtune.model.build import base_name
 from ssdtune.model.layout import ModelLayout, Part, Stage, TensorSpec
@@ -31,6 +32,7 @@ from ssdtune.swap.states import Precision, State
 
 Split = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Undo = Callable[[], None]
 
 
 def unit_specs(
@@ -105,6 +107,7 @@ class SwapManager:
         pool: All buffers come from it, at construction.
         compute: What block inputs and activations take.
         precision: Which states trained parts have.
+        register: Prepares device memory that drives reach for many transfers (`Backend.register`).
 
     Attributes:
         fresh: Trained parts that never had an optimizer step: their moments are zero and nowhere stored.
@@ -124,6 +127,7 @@ class SwapManager:
         pool: BufferPool,
         compute: ComputeSize,
         precision: Precision | None = None,
+        register: Callable[[Memory], Undo] | None = None,
     ) -> None:
         self.layout = layout
         self.plan = plan
@@ -143,9 +147,23 @@ class SwapManager:
         self._gradients = self._make_gradient_slots()
         self._device_gradients = self._make_device_gradients()
         size = plan.input_slot_bytes(compute)
-        self._inputs = [self._buffer(size, "block inputs") for _ in range(plan.input_slots)]
+        self._input_places = [
+            device.allocate(size, "block inputs") for _ in range(plan.input_slots)
+        ]
+        self._inputs = (
+            [place for place in self._input_places if place is not None]
+            if plan.device_io
+            else [self._buffer(size, "block inputs") for _ in self._input_places]
+        )
+        """Where what goes to SSD and back lies in between; with `device_io` these are the places on the device."""
+        self._registered: list[Undo] = []
+        if register is not None:
+            places = [slot.place for slot in self._weights.values()] if plan.straight else []
+            places += self._input_places if plan.device_io else []
+            for place in places:
+                if place is not None and place.numel():
+                    self._registered.append(register(device.file_memory(place, "registered")))
         self._input_shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._input_places = [device.allocate(size, "block inputs") for _ in self._inputs]
         self._input_uploads: dict[str, Event] = {}
         self._input_downloads: dict[str, Event] = {}
         self._input_used: dict[str, Event] = {}
@@ -168,7 +186,9 @@ class SwapManager:
     def _make_weight_slots(self) -> dict[str, _WeightSlot]:
         slots = {}
         for name, stages in self._stages_by_class().items():
-            streamed = max(sum(p.weight_bytes for p in s.parts if self._streams(p)) for s in stages)
+            streamed = max(
+                sum(p.weight_bytes for p in s.parts if self._has_place(p)) for s in stages
+            )
             whole = max(sum(aligned_size(p.weight_bytes) for p in s.parts) for s in stages)
             names = (
                 [f"block.{i}" for i in range(self.plan.block_slots)] if name == "block" else [name]
@@ -213,10 +233,17 @@ class SwapManager:
     def _streams(self, part: Part) -> bool:
         return part.name not in self.plan.resident
 
+    def _goes_straight(self, part: Part) -> bool:
+        return self._streams(part) and part.name in self.plan.straight
+
+    def _has_place(self, part: Part) -> bool:
+        """Say whether a part has a place in the slots in host memory."""
+        return self._streams(part) and part.name not in self.plan.straight
+
     # Weights
 
     def load(self, stage_name: str, slot_name: str, *, with_trained: bool = True) -> None:
-        """Bring a stage's weights into host memory: streamed parts into the slot. Blocks.
+        """Bring a stage's weights into host memory, streamed parts into the slot; some straight to the device. Blocks.
 
         Args:
             with_trained: Not only frozen parts; trained ones are there already after an update.
@@ -227,6 +254,9 @@ class SwapManager:
                     continue
                 if not self._streams(part):
                     self.resident(part)
+                    continue
+                if self._goes_straight(part):
+                    self._read_straight(part, slot_name)
                     continue
                 weights = self.host_weights(part, slot_name)
                 if not part.trained:
@@ -243,29 +273,41 @@ class SwapManager:
             if other is part:
                 piece = self._weights[slot_name].host[offset : offset + part.weight_bytes]
                 return piece.view(part.dtype)
-            offset += other.weight_bytes if self._streams(other) else 0
+            offset += other.weight_bytes if self._has_place(other) else 0
         raise ValueError(f"{part.name} is not a part of {part.stage}")
 
     def upload(self, stage_name: str, slot_name: str) -> None:
         """Bring a loaded stage to the device. Blocks until the copy is done."""
-        slot, place_offset = self._weights[slot_name], 0
+        slot = self._weights[slot_name]
         slot.stage = stage_name
         slot.on_device.clear()
         events = []
         for part in self.layout.stages[stage_name].parts:
+            place = self._place(part, slot_name)
+            if self._goes_straight(part):
+                assert place is not None
+                slot.on_device[part.name] = place.view(part.dtype)
+                continue
             if self._streams(part):
                 host = self.host_weights(part, slot_name).view(torch.uint8)
             else:
                 host = self._resident[part.name].states["weights"].view(torch.uint8)
-            place = slot.place
-            if place is not None:
-                place = place[place_offset : place_offset + part.weight_bytes]
-                place_offset += aligned_size(part.weight_bytes)
             there, event = self.device.upload(host, place, slot.used)
             slot.on_device[part.name] = there.view(part.dtype)
             events.append(event)
         for event in events:
             event.wait()
+
+    def _place(self, part: Part, slot_name: str) -> torch.Tensor | None:
+        """Return where a part's bytes lie in a slot on the device; None if host memory is used in place."""
+        place, offset = self._weights[slot_name].place, 0
+        if place is None:
+            return None
+        for other in self.layout.stages[part.stage].parts:
+            if other is part:
+                break
+            offset += aligned_size(other.weight_bytes)
+        return place[offset : offset + part.weight_bytes]
 
     def mark_used(self, slot_name: str, event: Event) -> None:
         """Note the last compute that reads a slot's weights on the device."""
@@ -291,6 +333,18 @@ class SwapManager:
     def _read_original(self, part: Part, weights: torch.Tensor) -> None:
         into = {base_name(spec.name): part.view(weights, spec) for spec in part.tensors}
         self._source.load(list(into), into)
+
+    def _read_straight(self, part: Part, slot_name: str) -> None:
+        place = self._place(part, slot_name)
+        assert place is not None, "only a device with memory of its own is read into"
+        used = self._weights[slot_name].used
+        if used is not None:
+            used.wait()
+        weights = place.view(part.dtype)
+        into = {base_name(spec.name): part.view(weights, spec) for spec in part.tensors}
+        self._source.load_straight(
+            list(into), into, lambda memory: self.device.file_memory(memory, "read into")
+        )
 
     def _first_values(self, part: Part, weights: torch.Tensor, low: torch.Tensor | None) -> None:
         """Fill a trained part from the original checkpoint or from its initial values."""
@@ -383,6 +437,9 @@ class SwapManager:
 
     def free_slots(self) -> None:
         """Give the memory of all slots back; only `read_tensor` and `flush` work from then on."""
+        for undo in self._registered:
+            undo()
+        self._registered.clear()
         for name in list(self._weights):
             del self._weights[name]
         self._gradients.clear()
@@ -428,7 +485,7 @@ class SwapManager:
     # Block inputs, and activations, that go to SSD and back
 
     def stage_input(self, slot_name: str, hidden: torch.Tensor) -> None:
-        """Start bringing a block input [B, S, D] to its slot's host memory."""
+        """Start bringing a block input [B, S, D] to its slot."""
         flat = hidden.reshape(-1)
         host = self._input(slot_name)[: flat.numel() * flat.element_size()].view(flat.dtype)
         self._input_shapes[slot_name] = (hidden.shape, hidden.dtype)
@@ -450,20 +507,26 @@ class SwapManager:
         unit = input_unit(stage_name, micro_batch)
         self._input_downloads.pop(slot_name).wait()
         self._input_shapes[unit] = self._input_shapes[slot_name]
-        self.store.write(unit, "inputs", self._input_view(slot_name, unit)).wait()
+        view = self._input_view(slot_name, unit, "written")
+        self.store.write(unit, "inputs", view).wait()
 
     def load_input(self, stage_name: str, micro_batch: int, slot_name: str) -> None:
         """Read a block input back into a slot. Blocks."""
         unit = input_unit(stage_name, micro_batch)
         self._input_shapes[slot_name] = self._input_shapes[unit]
         self._wait_for_upload(slot_name)
-        self.store.read(unit, "inputs", self._input_view(slot_name, unit)).wait()
+        if self.plan.device_io and (used := self._input_used.get(slot_name)):
+            used.wait()
+        view = self._input_view(slot_name, unit, "read into")
+        self.store.read(unit, "inputs", view).wait()
 
     def take_input(self, slot_name: str) -> torch.Tensor:
         """Return a block input on the device, valid until its slot is reused; see `mark_input_used`."""
         shape, dtype = self._input_shapes[slot_name]
         num_bytes = shape.numel() * dtype.itemsize
         place = self._input_places[_number(slot_name)]
+        if self.plan.device_io:
+            return self._input(slot_name)[:num_bytes].view(dtype).view(shape)
         there, event = self.device.upload(
             self._input(slot_name)[:num_bytes],
             None if place is None else place[:num_bytes],
@@ -485,10 +548,12 @@ class SwapManager:
     def _input(self, slot_name: str) -> torch.Tensor:
         return self._inputs[_number(slot_name)]
 
-    def _input_view(self, slot_name: str, unit: str) -> memoryview:
+    def _input_view(self, slot_name: str, unit: str, use: FileUse) -> Memory:
         shape, dtype = self._input_shapes[unit]
-        num_bytes = aligned_size(shape.numel() * dtype.itemsize)
-        return memoryview(self._input(slot_name)[:num_bytes].numpy())
+        memory = self._input(slot_name)[: aligned_size(shape.numel() * dtype.itemsize)]
+        if self.plan.device_io:
+            return self.device.file_memory(memory, use)
+        return as_bytes(memory)
 
 
 def _number(slot_name: str) -> int:

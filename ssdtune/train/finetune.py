@@ -324,7 +324,7 @@ class _Run:
             )
             stack.callback(source.close)
             self._load_buffers(source)
-            swap, adam, engine = self._assemble(stack, store, source, pool)
+            swap, adam, engine = self._assemble(stack, backend, store, source, pool)
             if self.prepared.memory.keeps_freed_memory:
                 keep_freed_memory()
                 stack.callback(return_memory)
@@ -384,13 +384,19 @@ class _Run:
                 buffer.copy_(into[base_name(name)])
 
     def _assemble(
-        self, stack: ExitStack, store: Store, source: WeightSource, pool: BufferPool
+        self,
+        stack: ExitStack,
+        backend: Backend,
+        store: Store,
+        source: WeightSource,
+        pool: BufferPool,
     ) -> tuple[SwapManager, OutOfCoreAdam, Engine]:
         training, prepared = self.config.training, self.prepared
         swap = SwapManager(
             prepared.layout, prepared.memory, source=source, initial=prepared.built.initial,
             split=split_master, join=join_master, store=store, device=prepared.device, pool=pool,
             compute=prepared.compute, precision=prepared.precision,
+            register=backend.register if backend.takes_device_memory else None,
         )  # fmt: skip
         adam = OutOfCoreAdam(
             swap,

@@ -7,8 +7,9 @@ before anything is written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.memory import available_host_memory, process_memory, return_memory
 from ssdtune.io.buffers import aligned_size
 from ssdtune.model.blocks import BlockModel
-from ssdtune.model.build import BuiltModel, build_model
+from ssdtune.model.build import BuiltModel, base_name, build_model
 from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.footprint import Footprint, footprint
 from ssdtune.model.isolation import refuse_leaking_rows
-from ssdtune.model.layout import ModelLayout
+from ssdtune.model.layout import ModelLayout, Part
 from ssdtune.model.loss import loss_bytes
+from ssdtune.model.source import stored_as_is
 from ssdtune.plan.device_memory import DeviceLimits, device_limits, tensor_bytes
 from ssdtune.plan.residency import (
     ComputeSize,
@@ -62,6 +64,8 @@ LORA_KEPT_GAPS = 0.65
 """The same with adapters, whose small activations lie between: measured 0.5 to 0.65."""
 SLACK_BYTES = 8192
 """What tensors one behind the other in a slot lose to their alignment."""
+DEVICE_BACKENDS = frozenset({"kvikio"})
+"""I/O backends that move bytes between drives and a card's memory."""
 USUAL_TOKENS = 8192
 """Tokens of a micro-batch above which computing gains nothing from more."""
 
@@ -153,11 +157,13 @@ def prepare(
     if config.data.packing:
         refuse_leaking_rows(blocks)
     max_length = longest_sequence(config, rows)
-    parts = part_sizes(blocks.layout, precision_of(config))
+    as_is = partial(_stored_as_is, built=built, checkpoint=checkpoint)
+    parts = part_sizes(blocks.layout, precision_of(config), as_is)
     sizes = micro_batch_sizes(config)
     divided = [config_with(config, size) for size in sizes]
     first = compute_size(divided[0], blocks, max_length, dtype)
     return_memory()  # the process is as small now as it will be, and torch has loaded what counting needs
+    card = other_device if host_budget_bytes else _device_limits(config, device)
     limits = MemoryLimits(
         base_bytes=process_memory().rss_bytes,
         budget_bytes=host_budget_bytes or host_budget(config),
@@ -168,7 +174,8 @@ def prepare(
         or config.training.non_finite == "skip",
         activations=config.memory.activations,
         recompute=config.memory.recompute,
-        device=other_device if host_budget_bytes else _device_limits(config, device),
+        device=card,
+        device_io=card is not None and config.io.backend in DEVICE_BACKENDS,
     )
     for candidate in divided:
         other = candidate is not divided[0]
@@ -361,15 +368,29 @@ def adapter_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if in_bf16 else torch.float32
 
 
-def part_sizes(layout: ModelLayout, precision: Precision) -> list[PartSize]:
-    """Return the sizes of all parts, for the planner."""
+def part_sizes(
+    layout: ModelLayout,
+    precision: Precision,
+    as_is: Callable[[Part], bool] = lambda part: False,
+) -> list[PartSize]:
+    """Return the sizes of all parts, for the planner.
+
+    Args:
+        as_is: Says of a frozen part whether the model's files have its bytes as they are computed with.
+    """
     return [
         PartSize(
             part.name, part.stage, part.weight_bytes, part.numel, part.trained,
             split=part.trained and precision.is_split(part), coded=precision.coded_moments,
+            stored_as_is=not part.trained and as_is(part),
         )
         for part in layout.parts
     ]  # fmt: skip
+
+
+def _stored_as_is(part: Part, *, built: BuiltModel, checkpoint: HfCheckpoint) -> bool:
+    names = [base_name(spec.name) for spec in part.tensors]
+    return stored_as_is(checkpoint, built.keymap, names, part.dtype)
 
 
 def compute_size(

@@ -183,7 +183,7 @@ def _stage(prepared: Prepared, blocks: int) -> Iterator[tuple[SwapManager, list[
     trained = frozenset(part.stage for part in layout.trained_parts)
     plan = replace(
         prepared.memory, resident=frozenset(), deferred=trained, gradients_on_ssd=trained,
-        kept=frozenset(), swapped=frozenset(), input_slots=0,
+        kept=frozenset(), swapped=frozenset(), input_slots=0, straight=frozenset(),
     )  # fmt: skip
     shape = StepShape(
         num_blocks=blocks,

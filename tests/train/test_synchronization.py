@@ -216,11 +216,11 @@ WAITS: dict[str, tuple[type, str, str, str]] = {
     ),
     "inputs are written": (
         SwapManager, "save_input",
-        "self._input_view(slot_name, unit)).wait()", "self._input_view(slot_name, unit))",
+        'self.store.write(unit, "inputs", view).wait()', 'self.store.write(unit, "inputs", view)',
     ),
     "inputs are read": (
         SwapManager, "load_input",
-        "self._input_view(slot_name, unit)).wait()", "self._input_view(slot_name, unit))",
+        'self.store.read(unit, "inputs", view).wait()', 'self.store.read(unit, "inputs", view)',
     ),
     "inputs are uploaded before compute": (
         SwapManager, "take_input", "self.device.compute_waits(event)", "pass",
@@ -258,13 +258,7 @@ def test_a_wait_left_out_in_the_code_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
     wait: str,
 ) -> None:
-    owner, method, code, without = WAITS[wait]
-    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
-    assert source.count(code) == 1, f"{owner.__name__}.{method} has changed; bring WAITS up to date"
-    functions: dict[str, Any] = {}
-    changed = "from __future__ import annotations\n" + source.replace(code, without)
-    exec(changed, vars(sys.modules[owner.__module__]), functions)
-    monkeypatch.setattr(owner, method, functions[method])
+    _leave_out(monkeypatch, *WAITS[wait])
     with pytest.raises(Exception) as noticed:
         if wait.startswith("resident"):
             _assert_resumes(models, wanted, tmp_path / "out", monkeypatch)
@@ -274,6 +268,18 @@ def test_a_wait_left_out_in_the_code_is_noticed(
                 case, order = "activations swapped", "ssd-write first"
             _assert_late_is_soon_enough(models, wanted, tmp_path / "out", case, order)
     assert not isinstance(noticed.value, (NameError, TypeError, AttributeError, SyntaxError))
+
+
+def _leave_out(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, code: str, without: str
+) -> None:
+    """Replace code of a method."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
+    assert source.count(code) == 1, f"{owner.__name__}.{method} has changed; bring WAITS up to date"
+    functions: dict[str, Any] = {}
+    changed = "from __future__ import annotations\n" + source.replace(code, without)
+    exec(changed, vars(sys.modules[owner.__module__]), functions)
+    monkeypatch.setattr(owner, method, functions[method])
 
 
 LANES = {
@@ -327,3 +333,66 @@ def test_a_wait_left_out_in_the_schedule_is_noticed(
             assert not isinstance(error, (NameError, TypeError, AttributeError, SyntaxError))
             return
     pytest.fail("not noticed")
+<<<<<<< HEAD
+=======
+
+
+def _lane_of(kind: Kind) -> Lane:
+    schedules = map(generate_training_step, SHAPES)
+    return next(op.lane for schedule in schedules for op in schedule.operations if op.kind == kind)
+
+
+# Drives that reach the device's memory
+
+REACHED: dict[str, tuple[str, str]] = {
+    "frozen weights": ("lora", "ssd-read first"),
+    "frozen weights, another order": ("lora", "compute last"),
+    "block inputs": ("all on ssd", "ssd-read first"),
+    "activations": ("activations swapped", "ssd-write first"),
+}
+"""What goes straight between drives and device: case, and order of the lanes."""
+
+
+def _assert_reached_in_time(
+    models: Path, wanted: dict[str, Streamed], output_dir: Path, what: str
+) -> None:
+    case, order = REACHED[what]
+    with pytest.MonkeyPatch.context() as patch:
+        device = use(patch, ORDERS[order])
+        patch.setattr("ssdtune.train.prepare.DEVICE_BACKENDS", {"python"})
+        # the memory of this device is aligned to nothing
+        found = _train(models, output_dir, case, backend="python", direct=False)
+        assert_same_bits(found, wanted[case])
+    assert device.violations == []
+    assert device.num_straight > 10
+
+
+@pytest.mark.parametrize("what", REACHED)
+def test_bytes_that_go_straight_are_soon_enough(
+    models: Path, wanted: dict[str, Streamed], tmp_path: Path, what: str
+) -> None:
+    _assert_reached_in_time(models, wanted, tmp_path / "out", what)
+
+
+STRAIGHT_WAITS: dict[str, tuple[str, str, str]] = {
+    "frozen weights": ("_read_straight", "used.wait()", "pass"),
+    "block inputs": ("load_input", "used.wait()", "pass"),
+    "activations": ("save_input", "self._input_downloads.pop(slot_name).wait()", "self._input_downloads.pop(slot_name)"),
+}  # fmt: skip
+"""By what goes straight: where it is waited for, and the code without the wait."""
+
+
+@pytest.mark.parametrize("what", STRAIGHT_WAITS)
+def test_a_wait_left_out_before_bytes_go_straight_is_noticed(
+    models: Path,
+    wanted: dict[str, Streamed],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    method, code, without = STRAIGHT_WAITS[what]
+    _leave_out(monkeypatch, SwapManager, method, code, without)
+    with pytest.raises(Exception) as noticed:
+        _assert_reached_in_time(models, wanted, tmp_path / "out", what)
+    assert not isinstance(noticed.value, (NameError, TypeError, AttributeError, SyntaxError))
+>>>>>>> 1fa0056 (Frozen weights, block inputs and activations go between drives and a card's memory without host memory, where the I/O backend takes device memory (kvikio, GPUDirect Storage))
