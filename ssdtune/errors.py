@@ -28,6 +28,18 @@ class CapacityError(SsdtuneError):
     exit_code = 2
 
 
+class DeviceMemoryError(CapacityError):
+    """A card's memory was full in the middle of a run.
+
+    Attributes:
+        budget_bytes: What the run could have had of it.
+    """
+
+    def __init__(self, message: str, budget_bytes: int) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+
+
 class FormatError(SsdtuneError):
     """A file is damaged or isn't what it claims to be (shard, jsonl line, manifest)."""
 

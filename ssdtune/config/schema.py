@@ -180,6 +180,9 @@ class MemoryConfig:
     gpu_memory: int | None = setting(
         None, "budget of the card's memory, CUDA's own included; what is free by default", size=True, low=1,
     )  # fmt: skip
+    retry_out_of_memory: bool = setting(
+        False, "if the card is full in spite of the plan, go on once with a plan for four fifths of its memory",
+    )  # fmt: skip
     host_memory: int | None = setting(
         None, "budget of host memory for the whole process; what cgroups and the system leave by default",
         size=True, low=1,

@@ -74,6 +74,7 @@ class CudaDevice:
         try:
             torch.cuda.set_device(self.torch_device)  # compute runs in this thread
             torch.ones(1, device=self.torch_device).item()  # a kernel shows whether the card works
+            torch.cuda.empty_cache()  # what a run before in this process left
             properties = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
         except (RuntimeError, AssertionError) as error:

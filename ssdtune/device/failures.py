@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ssdtune.device.base import DeviceMemory
-from ssdtune.errors import CapacityError, SsdtuneError
+from ssdtune.errors import DeviceMemoryError, SsdtuneError
 from ssdtune.units import format_memory, parse_size
 
 _NO_MEMORY = 2
@@ -79,7 +79,7 @@ def explain(
     )
 
 
-def out_of_memory(name: str, memory: DeviceMemory, wanted_bytes: int) -> CapacityError:
+def out_of_memory(name: str, memory: DeviceMemory, wanted_bytes: int) -> DeviceMemoryError:
     """Return the error that says what took a card's memory.
 
     Args:
@@ -106,7 +106,8 @@ def out_of_memory(name: str, memory: DeviceMemory, wanted_bytes: int) -> Capacit
     )
     if memory.budget_bytes is None and others > size // 10:
         text += ", or end the other programs on the card (nvidia-smi lists them)"
-    return CapacityError(text + ".")
+    text += ". Or let it be tried once more with a smaller plan: --retry-out-of-memory true."
+    return DeviceMemoryError(text, memory.budget_bytes or memory.free_bytes + memory.held_bytes)
 
 
 def _wanted_bytes(error: BaseException) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -9,7 +10,7 @@ import shutil
 import statistics
 import uuid
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from ssdtune.config.check import require
 from ssdtune.config.load import to_yaml, with_absolute_paths
 from ssdtune.config.schema import Config
-from ssdtune.errors import ConfigError, Interrupted
+from ssdtune.errors import ConfigError, DeviceMemoryError, Interrupted
 from ssdtune.hardware.known import known
 from ssdtune.hardware.memory import (
     keep_freed_memory,
@@ -69,6 +70,9 @@ from ssdtune.train.verify import compared_part, reference_losses, verify
 from ssdtune.units import format_disk, format_memory, format_time
 
 logger = logging.getLogger(__name__)
+
+RETRY_SHARE = 0.8
+"""Of a card's memory, what the plan of a second attempt may take."""
 
 
 @dataclass
@@ -146,6 +150,34 @@ def finetune(
         Interrupted: A signal came; the run was saved.
         SsdtuneError: The run failed; checkpoints are whole.
     """
+    run = partial(_finetune, progress=progress, quiet=quiet, verbose=verbose)
+    try:
+        return run(config)
+    except DeviceMemoryError as error:
+        if not config.memory.retry_out_of_memory:
+            raise
+        config = _with_less_memory(config, error)
+    gc.collect()  # the error is gone, and with it what its frames held of the card's memory
+    return run(config)
+
+
+def _with_less_memory(config: Config, error: DeviceMemoryError) -> Config:
+    """Return the settings of a second attempt, which goes on from the last checkpoint if there is one."""
+    output_dir = Path(config.training.output_dir).expanduser().absolute()
+    budget = int(RETRY_SHARE * (config.memory.gpu_memory or error.budget_bytes))
+    again = "last" if checkpoint_folders(output_dir) else None
+    logger.warning(
+        "%s Trying once more%s with a plan for %s.",
+        error, " from the last checkpoint" if again else "", format_memory(budget),
+    )  # fmt: skip
+    return replace(
+        config,
+        memory=replace(config.memory, gpu_memory=budget),
+        training=replace(config.training, resume_from_checkpoint=again),
+    )
+
+
+def _finetune(config: Config, *, progress: Progress | None, quiet: bool, verbose: bool) -> Result:
     require(config)
     output_dir = Path(config.training.output_dir).expanduser().absolute()
     resumed = _resumed_from(config, output_dir)

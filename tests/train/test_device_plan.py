@@ -12,7 +12,8 @@ import pytest
 from ssdtune import finetune, plan
 from ssdtune.config.load import load_config
 from ssdtune.config.schema import Config
-from ssdtune.errors import CapacityError, ConfigError
+from ssdtune.device.base import Event
+from ssdtune.errors import CapacityError, ConfigError, DeviceMemoryError, SsdtuneError
 from ssdtune.hardware.figures import CopyPoint
 from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.plan.device_memory import CONTEXT_BYTES, FREE_SHARE
@@ -132,3 +133,51 @@ def test_a_card_of_unknown_size_is_said_to_be(folder: Path) -> None:
         plan(hardware=with_card(), other_machine=True, **given)
     found = plan(hardware=with_card(), other_machine=True, gpu_memory="8GiB", **given)
     assert found.fits and " planned of 8.00 GiB" in found.text()
+
+
+class FullOnce(AdversarialDevice):
+    """Has no room when compute gets to a point, once."""
+
+    left = 40
+
+    def record(self) -> Event:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("full")
+        return super().record()
+
+    def explain(self, error: BaseException) -> SsdtuneError | None:
+        return DeviceMemoryError("the card is full.", 4 * GIB) if str(error) == "full" else None
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["from a checkpoint", "from the start"])
+def test_a_full_card_is_tried_once_more_if_wanted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    changes = {"max_steps": 3, "save_steps": int(saved), "save_total_limit": None}
+    use_device(monkeypatch, AdversarialDevice())
+    finetune(**settings(folder, output_dir=str(tmp_path / "wanted"), **changes))
+
+    device = FullOnce()
+    use_device(monkeypatch, device)
+    finetune(
+        **settings(folder, output_dir=str(tmp_path / "out"), retry_out_of_memory=True, **changes)
+    )
+    assert device.left < 0
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+    memory = json.loads((tmp_path / "out/plan.json").read_text())["memory"]
+    assert memory["device_budget_bytes"] == int(0.8 * 4 * GIB)
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [step for step in steps if step] == [1, 2, 3]
+
+
+def test_a_full_card_ends_the_run_otherwise(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_device(monkeypatch, FullOnce())
+    with pytest.raises(CapacityError, match="the card is full"):
+        finetune(**settings(folder, output_dir=str(tmp_path / "out"), max_steps=3))
