@@ -333,13 +333,6 @@ def test_a_wait_left_out_in_the_schedule_is_noticed(
             assert not isinstance(error, (NameError, TypeError, AttributeError, SyntaxError))
             return
     pytest.fail("not noticed")
-<<<<<<< HEAD
-=======
-
-
-def _lane_of(kind: Kind) -> Lane:
-    schedules = map(generate_training_step, SHAPES)
-    return next(op.lane for schedule in schedules for op in schedule.operations if op.kind == kind)
 
 
 # Drives that reach the device's memory
@@ -395,4 +388,3 @@ def test_a_wait_left_out_before_bytes_go_straight_is_noticed(
     with pytest.raises(Exception) as noticed:
         _assert_reached_in_time(models, wanted, tmp_path / "out", what)
     assert not isinstance(noticed.value, (NameError, TypeError, AttributeError, SyntaxError))
->>>>>>> 1fa0056 (Frozen weights, block inputs and activations go between drives and a card's memory without host memory, where the I/O backend takes device memory (kvikio, GPUDirect Storage))
