@@ -197,7 +197,7 @@ def test_what_no_card_has_room_for_says_what_took_it(cuda: PretendedCuda, device
     assert str(failed.value) == (
         "cuda:1 (Pretended 1) has no room for 6.00 GiB more in its memory of 24.0 GiB. In use: "
         "weight slots 3.00 MiB, activations and workspaces 3.00 GiB. A budget of at least 9.00 GiB for tensors "
-        "is needed here. Lower per_device_train_batch_size (and raise gradient_accumulation_steps) or max_length."
+        "is needed here. Lower per_device_train_batch_size (and raise gradient_accumulation_steps) or max_length. Or let it be tried once more with a smaller plan: --retry-out-of-memory true."
     )
     assert slot is not None
 

@@ -138,7 +138,7 @@ def test_a_card_of_unknown_size_is_said_to_be(folder: Path) -> None:
 class FullOnce(AdversarialDevice):
     """Has no room when compute gets to a point, once."""
 
-    left = 40
+    left = 20
 
     def record(self) -> Event:
         self.left -= 1
