@@ -276,6 +276,13 @@ class SwapManager:
             offset += other.weight_bytes if self._has_place(other) else 0
         raise ValueError(f"{part.name} is not a part of {part.stage}")
 
+    def loaded(self, part: Part, slot_name: str) -> torch.Tensor:
+        """Return a loaded part's weights [N] where they are: resident, in the slot, or on the device."""
+        if not self._streams(part):
+            return self.resident(part).states["weights"]
+        place = self._place(part, slot_name) if self._goes_straight(part) else None
+        return self.host_weights(part, slot_name) if place is None else place.view(part.dtype)
+
     def upload(self, stage_name: str, slot_name: str) -> None:
         """Bring a loaded stage to the device. Blocks until the copy is done."""
         slot = self._weights[slot_name]

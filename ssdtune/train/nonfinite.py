@@ -277,8 +277,7 @@ def _bad_weights(swap: SwapManager, stages: Sequence[str]) -> str:
 def _bad_names(swap: SwapManager, stage: Stage, slot: str) -> list[str]:
     names = []
     for part in stage.parts:
-        resident = swap.is_resident(part)
-        flat = swap.resident(part).states["weights"] if resident else swap.host_weights(part, slot)
+        flat = swap.loaded(part, slot)
         for spec in part.tensors:
             pieces = part.view(flat, spec).reshape(-1).split(LOOKED_AT)
             if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
