@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ssdtune import api
 from ssdtune.cli.arguments import settings_from
-from ssdtune.cli.output import print_json
+from ssdtune.cli.output import print_json, show
 from ssdtune.config.check import require
 from ssdtune.errors import ConfigError
 
@@ -31,7 +31,7 @@ def finetune(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.to_dict())
     else:
-        print(result.text())
+        show(result.text())
     return 0
 
 
@@ -57,7 +57,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.to_dict())
     else:
-        print(result.text())
+        show(result.text())
     return 0 if result.fits else ANSWER_IS_NO
 
 
@@ -69,7 +69,7 @@ def profile(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.to_dict())
     else:
-        print(result.text())
+        show(result.text())
     return 0
 
 
@@ -91,7 +91,7 @@ def doctor(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report.to_dict())
     else:
-        print(report.text())
+        show(report.text())
     return 0 if report.usable else ANSWER_IS_NO
 
 
@@ -103,7 +103,7 @@ def export(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"output_dir": str(folder)})
     else:
-        print(folder)
+        show(str(folder))
     return 0
 
 
@@ -117,7 +117,7 @@ def generate(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"prompt": args.prompt, "text": text})
     else:
-        print(text)
+        show(text)
     return 0
 
 
@@ -133,7 +133,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.to_dict())
     else:
-        print(result.text())
+        show(result.text())
     return 0
 
 
@@ -145,7 +145,7 @@ def demo(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.to_dict())
     else:
-        print(result.text())
+        show(result.text())
     return 0
 
 

@@ -6,7 +6,6 @@ and the files, never the weights. Parsing of arguments is `ssdtune.cli.main`'s.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from ssdtune.cli.output import print_json
 from ssdtune.config.schema import Config
 from ssdtune.data.dataset import TokenizedRows, load_rows
 from ssdtune.data.tokenize import IGNORED, load_tokenizer
-from ssdtune.errors import ConfigError, FormatError
+from ssdtune.errors import ConfigError
+from ssdtune.model.checkpoint import read_json, vocab_size
 
 
 def run(config: Config, *, json_output: bool, limit: int) -> int:
@@ -44,9 +44,9 @@ def run(config: Config, *, json_output: bool, limit: int) -> int:
         tokenizer = load_tokenizer(
             model, trust_remote_code=config.model.trust_remote_code, missing_ok=True
         )
-    vocab_size = _vocab_size(model)
+    size = _vocab_size(model)
     loaded = {
-        name: load_rows(path, tokenizer, config.data, vocab_size=vocab_size)
+        name: load_rows(path, tokenizer, config.data, vocab_size=size)
         for name, path in files.items()
         if path
     }
@@ -60,17 +60,10 @@ def run(config: Config, *, json_output: bool, limit: int) -> int:
 
 def _vocab_size(model: str) -> int | None:
     """Read the embedding's rows from the checkpoint's config.json, if there is one."""
-    path = Path(model).expanduser() / "config.json"
-    if not model or not path.is_file():
+    path = Path(model).expanduser()
+    if not model or not (path / "config.json").is_file():
         return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    except (OSError, ValueError, AttributeError) as error:
-        raise FormatError(
-            f"cannot read {path}: {error}. Copy it from the original model again."
-        ) from error
-    return size if isinstance(size, int) else None
+    return vocab_size(read_json(path / "config.json")[0])
 
 
 def _pieces(ids: list[int], tokenizer: Any) -> list[str]:

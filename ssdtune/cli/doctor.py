@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdtune import __version__
+from ssdtune.io.mounts import IN_MEMORY, NETWORK, OVERLAY, mount_of
 from ssdtune.units import GIB, format_disk, format_memory
 
 _NEEDED = {
@@ -308,10 +309,16 @@ def _folder(folder: Path) -> Iterator[Check]:
         reason = (error.strerror or str(error)).lower()
         yield Check(name, "fail", f"cannot be written: {reason}", "Name a writable folder.")
         return
-    kind = _file_system(folder)
+    kind = mount_of(folder).kind
     text = f"{format_disk(shutil.disk_usage(folder).free)} free on {kind}"
-    if kind in ("tmpfs", "ramfs"):
+    if kind in IN_MEMORY:
         yield Check(name, "warn", f"{text}: this is memory, not a drive", "Name a folder on NVMe.")
+    elif kind in NETWORK:
+        yield Check(name, "warn", f"{text}: all states would move over it in each step",
+                    "Name a folder on a local NVMe drive.")  # fmt: skip
+    elif kind in OVERLAY:
+        yield Check(name, "warn", f"{text}: the container's own layer, slow and gone with the container",
+                    "Mount a volume from a drive, and name it.")  # fmt: skip
     elif not direct:
         yield Check(name, "warn", f"{text}, no direct I/O: slower, and uses page cache",
                     "Use a local ext4 or xfs file system.")  # fmt: skip
@@ -325,19 +332,3 @@ def _opens_direct(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _file_system(folder: Path) -> str:
-    """Return the type of the file system that holds a folder, such as ext4."""
-    best, kind = -1, "unknown"
-    path = folder.resolve()
-    try:
-        lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
-    except OSError:
-        return kind
-    for line in lines:
-        point, found = line.split()[1:3]
-        mount = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), point))
-        if path.is_relative_to(mount) and len(mount.parts) >= best:
-            best, kind = len(mount.parts), found
-    return kind

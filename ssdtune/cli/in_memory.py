@@ -59,7 +59,7 @@ def check_folder(folder: str) -> HfCheckpoint:
         return HfCheckpoint.open(folder)
     try:
         base = json.loads(settings.read_bytes()).get("base_model_name_or_path") or ""
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise FormatError(f"{settings} cannot be read: {error}. Copy the adapter again.") from error
     weights = path / "adapter_model.safetensors"
     if weights.is_file():
@@ -104,8 +104,8 @@ def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
             local_files_only=True,
             trust_remote_code=trust_remote_code,
         )
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
+    except Exception as error:  # each model fails in its own way
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(
             f"transformers cannot load {folder}: {reason} Name a checkpoint or adapter folder."
         ) from error
@@ -120,13 +120,12 @@ def mean_loss(folder: str, config: Config) -> EvalResult:
     from ssdtune.data.dataset import load_rows
     from ssdtune.data.tokenize import load_tokenizer
 
-    settings = check_folder(folder).config
+    checkpoint = check_folder(folder)
     tokenizer = load_tokenizer(
         folder, trust_remote_code=config.model.trust_remote_code, missing_ok=True
     )
     file = config.data.eval_file or ""
-    vocabulary = settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
-    rows = load_rows(file, tokenizer, config.data, vocab_size=vocabulary)
+    rows = load_rows(file, tokenizer, config.data, vocab_size=checkpoint.vocab_size)
     model = load_model(
         folder, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
     )

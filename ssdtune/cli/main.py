@@ -25,6 +25,8 @@ _OF_THE_SYSTEM = {
     errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
 }  # fmt: skip
 """Error numbers that say what is wrong outside of the program, so that no traceback helps."""
+_OF_A_NAME = {errno.ENAMETOOLONG, errno.ELOOP}
+"""Those of them that are wrong usage: a name that can be none."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,12 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if isinstance(error, OSError) and error.filename and error.errno in _OF_THE_SYSTEM:
+        if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:
             if args.verbose:
                 traceback.print_exc()
-            name = errno.errorcode[error.errno]
-            show_error(f"{error.filename}: {os.strerror(error.errno).lower()} [{name}]")
-            return 1
+            reason = f"{os.strerror(error.errno).lower()} [{errno.errorcode[error.errno]}]"
+            if error.filename:
+                show_error(f"{error.filename}: {reason}")
+            else:
+                show_error(f"{reason}; -v shows where")
+            return 2 if error.errno in _OF_A_NAME else 1
         traceback.print_exc()
         show_error(
             'this is a bug in ssdtune. Please report it with the output of "ssdtune doctor --json" '

@@ -34,7 +34,12 @@ def run(args: argparse.Namespace) -> HardwareProfile:
     Raises:
         SsdtuneError: A flag has a bad value, a directory can't be written to, or the model's shape can't be read.
     """
-    path = Path(args.output).expanduser() if args.output else profile_path()
+    path = profile_path()
+    if args.output:
+        path = Path(os.path.realpath(Path(args.output).expanduser()))
+        from ssdtune.hardware.profile import check_file
+
+        check_file(path)
     with Display(sys.stderr, quiet=args.quiet, live=_may_be_live() and not args.verbose) as display:
         result = api.profile(
             args.swap_dir,
@@ -42,6 +47,7 @@ def run(args: argparse.Namespace) -> HardwareProfile:
             quick=args.quick,
             path=path,
             force=args.force,
+            must_keep=bool(args.output),
             effort=_effort(args),
             progress=display.show,
         )

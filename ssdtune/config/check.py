@@ -127,6 +127,10 @@ def _check_output(config: Config) -> list[str]:
         found.append(f"training.output_dir: {blocker} is not a folder")
     if model and path.resolve() == Path(model).resolve():
         found.append(f"training.output_dir is the model's own folder {name}: name another")
+    if model and Path(model).resolve() in [
+        Path(folder).resolve() for folder in config.io.swap_dirs
+    ]:
+        found.append(f"io.swap_dirs names the model's own folder {model}: name another")
     resume = config.training.resume_from_checkpoint
     if resume and resume != "last" and not Path(resume).is_dir():
         found.append(f"training.resume_from_checkpoint: {resume} does not exist")

@@ -127,6 +127,8 @@ def _read_yaml(path: Path) -> tuple[list[_Given], list[str]]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"cannot read the settings file {path}: {reason}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: this is nested too deeply for settings") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else f"{path}"

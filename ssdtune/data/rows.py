@@ -7,6 +7,7 @@ read `ssdtune.data.tokenize` next.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdtune.errors import ConfigError, FormatError
+from ssdtune.units import format_memory
 
 TEXT = "text"
 PROMPT = "prompt/completion"
@@ -22,6 +24,9 @@ MESSAGES = "messages"
 TOKENS = "input_ids"
 ALPACA = "alpaca"
 SHAREGPT = "sharegpt"
+
+LONGEST_LINE_BYTES = 256 << 20
+"""No row is longer; a file without line ends would fill the memory before it is seen to be none of ours."""
 
 CHAT_SHAPES = (MESSAGES, SHAREGPT, PROMPT_CHAT)
 
@@ -110,7 +115,15 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"cannot read {path}: {reason}. Name a readable jsonl file.") from error
     with file:
-        for number, raw in enumerate(file, start=1):
+        for number in itertools.count(1):
+            raw = file.readline(LONGEST_LINE_BYTES + 1)
+            if not raw:
+                return
+            if len(raw) > LONGEST_LINE_BYTES:
+                raise FormatError(
+                    f"{path}:{number}: the line has more than {format_memory(LONGEST_LINE_BYTES)}. Write one JSON object "
+                    "per line; a JSON array is converted with: jq -c '.[]'"
+                )
             if number == 1:
                 for magic, what, remedy in _FOREIGN_FILES:
                     if raw.startswith(magic):

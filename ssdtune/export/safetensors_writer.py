@@ -14,7 +14,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -87,12 +86,7 @@ class Staging:
     def __enter__(self) -> Staging:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -177,12 +171,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for file in self._open.values():
             file.close()
         self._open.clear()

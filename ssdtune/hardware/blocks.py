@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ssdtune.errors import ConfigError, UnsupportedModelError
 from ssdtune.hardware.figures import BlockPoint, BlockProfile
 from ssdtune.hardware.stream import Clock
+from ssdtune.model.checkpoint import refuse_quantized
 from ssdtune.units import format_memory
 
 if TYPE_CHECKING:
@@ -51,10 +52,13 @@ def digest_of(model: str | None, shapes: Sequence[str] = tuple(BUILT_IN)) -> lis
     path = config_path(model)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not readable as JSON: {error}. Name a model folder or its config.json."
         ) from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is no JSON object. Name a model folder or its config.json.")
+    refuse_quantized(path, values)
     return [hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]]
 
 
@@ -69,6 +73,16 @@ def config_path(model: str) -> Path:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist. Name a model folder or its config.json.")
     return path
+
+
+def check_model(model: str, device: Device) -> None:
+    """Make sure that a model can be built and taken apart, before anything is measured.
+
+    Raises:
+        ConfigError: The configuration can't be read.
+        UnsupportedModelError: The model can't be taken apart into blocks.
+    """
+    _build(_load_config(model), device)
 
 
 def measure_blocks(
@@ -122,14 +136,17 @@ def _built_in(shapes: Sequence[str]) -> list[Any]:
 def _load_config(model: str) -> Any:
     from transformers import AutoConfig
 
+    from ssdtune.model.build import refuse_unsuitable
+
     path = config_path(model)
     try:
         config = AutoConfig.from_pretrained(path)
         config.get_text_config().hidden_size  # noqa: B018 (models without one aren't decoders)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # each kind of configuration has its own way to refuse values
         raise ConfigError(
             f"{path}: transformers cannot read this configuration: {_first_line(error)}"
         ) from error
+    refuse_unsuitable(path, config)
     return config
 
 
@@ -213,7 +230,7 @@ def _build(config: Any, device: Device) -> tuple[BlockModel, int]:
         with init_empty_weights(include_buffers=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever the code of the model thinks of such a configuration
         raise UnsupportedModelError(
             f"{config.model_type}: transformers cannot build this as a causal language model: {_first_line(error)}"
         ) from error

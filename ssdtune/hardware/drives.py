@@ -21,15 +21,9 @@ from ssdtune.errors import BackendUnavailableError, StorageError
 from ssdtune.hardware.effort import Effort
 from ssdtune.hardware.figures import DirectoryProfile, IoPoint, TogetherProfile
 from ssdtune.hardware.memory import available_host_memory
-from ssdtune.hardware.place import (
-    IN_MEMORY,
-    drives_of,
-    existing_parent,
-    has_reflink,
-    mount_of,
-    warnings_for,
-)
+from ssdtune.hardware.place import drives_of, has_reflink, warnings_for
 from ssdtune.hardware.stream import CHUNKS_IN_FILE, Bench, Clock, Moved
+from ssdtune.io.mounts import IN_MEMORY, existing_parent, mount_of
 from ssdtune.units import MIB, format_disk
 
 KINDS = ("read", "write", "mixed")
@@ -73,18 +67,18 @@ def open_bench(
         ConfigError: No file can be made there.
     """
     place = existing_parent(directory)
-    file_system, device = mount_of(place)
+    mount = mount_of(place)
     figures = os.statvfs(place)
     free_bytes = figures.f_bavail * figures.f_frsize
     drives = drives_of(place)
     known = DirectoryProfile(
         path=str(directory),
-        file_system=file_system,
-        device=device,
+        file_system=mount.kind,
+        device=mount.source,
         free_bytes=free_bytes,
         total_bytes=figures.f_blocks * figures.f_frsize,
         drives=drives,
-        warnings=warnings_for(place, file_system, drives),
+        warnings=warnings_for(place, mount.kind, drives),
     )
     smallest = CHUNKS_IN_FILE * effort.chunk_bytes
     if free_bytes * effort.free_share < smallest:

@@ -156,6 +156,21 @@ class Contention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherLoad:
+    """What others did on the cores meanwhile, as a mean over the time of measuring.
+
+    Attributes:
+        cores: Those that measuring could use.
+        programs_cores: Of these, what other programs used.
+        stolen_cores: What the host of a virtual machine gave to others although it was wanted here.
+    """
+
+    cores: int
+    programs_cores: float
+    stolen_cores: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class CopyPoint:
     """Copies between host memory and a card; `direction` is "h2d", "d2h" or "both" (the sum)."""
 
@@ -237,6 +252,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where} must be an object, not {value!r}")
         hints = typing.get_type_hints(kind)
+        # What may be unknown may be missing: earlier versions did not know of it.
+        value = {f.name: None for f in fields(kind) if f.default is None} | dict(value)
         missing = [f.name for f in fields(kind) if f.name not in value]
         if missing:
             raise ValueError(f"{where} has no {', '.join(missing)}")

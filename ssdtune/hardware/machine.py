@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ssdtune.hardware.compute import num_cores
-from ssdtune.hardware.place import existing_parent
+from ssdtune.io.mounts import existing_parent
 
 _MEMORY_GRAIN = 256 << 20
 """Kernels of different versions keep a few MiB more or less for themselves."""

@@ -19,7 +19,8 @@ from pathlib import Path
 from ssdtune.device.base import Device
 from ssdtune.errors import FormatError, StorageError
 from ssdtune.hardware import drives
-from ssdtune.hardware.blocks import digest_of, measure_blocks
+from ssdtune.hardware.blocks import check_model, digest_of, measure_blocks
+from ssdtune.hardware.busy import BusyWatch
 from ssdtune.hardware.compute import AdamWork, measure_adam, measure_memory
 from ssdtune.hardware.contention import measure_contention
 from ssdtune.hardware.copies import measure_copies
@@ -27,9 +28,9 @@ from ssdtune.hardware.effort import FULL, QUICK, Effort
 from ssdtune.hardware.figures import BlockProfile, Contention, DirectoryProfile, TogetherProfile
 from ssdtune.hardware.machine import describe_machine, machine_id
 from ssdtune.hardware.memory import keep_freed_memory
-from ssdtune.hardware.place import existing_parent
 from ssdtune.hardware.profile import HardwareProfile, read_profile, save
 from ssdtune.hardware.stream import Bench, Clock
+from ssdtune.io.mounts import existing_parent
 from ssdtune.io.select import probe_backends
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def measure(
     if model is not None:
         digest_of(model)  # refuse it before anything is measured
     keep_freed_memory()  # as runs do that have the memory for it
-    start = clock()
+    start, busy = clock(), BusyWatch(clock=clock)
     total = effort.total_s + _IMPORT_SECONDS
 
     def say(text: str) -> None:
@@ -88,6 +89,9 @@ def measure(
     from ssdtune.device import open_device
 
     opened = open_device(device)
+    if model is not None:
+        say("looking at the model")
+        check_model(model, opened)
     found, together, contention, adam = _with_drives(directories, effort, names, direct, say, clock)
     say("memory")
     memory = measure_memory(seconds=effort.memory_s, memory_bytes=effort.memory_bytes, clock=clock)
@@ -119,6 +123,7 @@ def measure(
         copies=copies,
         compute_dtypes=_full_speed(opened),
         blocks=blocks,
+        others=busy.load(),
     )
 
 
@@ -136,6 +141,7 @@ def cached(
     quick: bool = False,
     effort: Effort | None = None,
     force: bool = False,
+    must_keep: bool = False,
     progress: Progress = lambda text, share: None,
     **options: object,
 ) -> HardwareProfile:
@@ -144,9 +150,10 @@ def cached(
     Args:
         path: The file, such as profile.json in the user's cache folder.
         force: Measure in any case.
+        must_keep: The file is what is wanted. Without, one that can't be written is only warned of.
         **options: Others of `measure`.
 
-    Raises: What `measure` raises. A file that can't be written is only warned of.
+    Raises: What `measure` raises, and with `must_keep` what `save` does.
     """
     directories = [Path(directory) for directory in directories]
     effort = effort or (QUICK if quick else FULL)
@@ -167,6 +174,8 @@ def cached(
     try:
         save(profile, path)
     except StorageError as error:  # the figures are good without the file
+        if must_keep:
+            raise
         logger.warning("%s They will be taken again next time.", error)
     return profile
 
@@ -181,8 +190,9 @@ def _kept(
         kept = read_profile(path)
     except FormatError as error:
         return None, str(error).partition(". Correct")[0].partition(". Name")[0]
-    if kept.machine["ssdtune"] != describe_machine()["ssdtune"]:
-        return None, f"the figures in {path} are of version {kept.machine['ssdtune']}"
+    version = kept.machine.get("ssdtune", "unknown")
+    if version != describe_machine()["ssdtune"]:
+        return None, f"the figures in {path} are of version {version}"
     wanted = [os.fspath(directory) for directory in directories]
     if [directory.path for directory in kept.directories] != wanted:
         return None, f"the figures in {path} are of other directories"

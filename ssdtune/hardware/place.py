@@ -19,41 +19,10 @@ from pathlib import Path
 
 from ssdtune.errors import ConfigError
 from ssdtune.hardware.figures import DriveFacts
-
-IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-NETWORK = frozenset({
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "ceph", "glusterfs", "lustre", "beegfs", "gpfs",
-    "afs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.s3fs", "fuse.glusterfs", "fuse.gcsfuse", "fuse.rclone",
-})  # fmt: skip
-OVERLAY = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
-COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
+from ssdtune.io.mounts import kind_warning, mount_of
 
 _FICLONE = 0x40049409  # linux/fs.h
 _SMARTCTL_SECONDS = 5
-
-
-def existing_parent(path: Path) -> Path:
-    """Return the path with links resolved, or its nearest parent that exists."""
-    path = Path(os.path.realpath(path.expanduser()))
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def mount_of(path: Path) -> tuple[str, str]:
-    """Return kind of the file system and what is mounted, by the longest mount point above the path."""
-    best, found = -1, ("unknown", "unknown")
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        point = Path(left.split(" ")[4].replace("\\040", " "))
-        if path.is_relative_to(point) and len(point.parts) >= best:
-            kind, source = right.split(" ")[:2]
-            best, found = len(point.parts), (kind, source)
-    return found
 
 
 def open_nameless(place: Path) -> int:
@@ -101,32 +70,8 @@ def has_reflink(place: Path) -> bool | None:
 
 def warnings_for(place: Path, file_system: str, drives: tuple[DriveFacts, ...]) -> tuple[str, ...]:
     """Return what a user should know about keeping states in this place."""
-    found = []
-    if file_system in IN_MEMORY:
-        found.append(
-            f"{place} is on {file_system}, which is memory and no drive: what is kept there takes the memory that "
-            "it should save, and the rates say nothing about a drive. Name a directory on an SSD."
-        )
-    elif file_system in NETWORK:
-        found.append(
-            f"{place} is on {file_system}, a network or host file system: every step moves all states over it, "
-            "and its rate changes with what others do. Name a directory on a local NVMe drive."
-        )
-    elif file_system in OVERLAY:
-        found.append(
-            f"{place} is on {file_system}, a container's own layer: it is slower than the drive, and what is kept "
-            "there goes with the container. Mount a volume from a drive and name it."
-        )
-    elif file_system in COPY_ON_WRITE:
-        found.append(
-            f"{place} is on {file_system}, which writes every change elsewhere: swap files fragment and become "
-            'slower than measured. Prefer ext4 or xfs, or switch it off for an empty folder with "chattr +C".'
-        )
-    elif file_system.startswith("fuse"):
-        found.append(
-            f"{place} is on {file_system}: a program stands between ssdtune and the drive. Name a directory on a "
-            "local file system such as ext4 or xfs."
-        )
+    warning = kind_warning(place, file_system)
+    found = [warning] if warning else []
     for drive in drives:
         if drive.rotational and not re.match(r"(vd|xvd|zram)", drive.name):
             found.append(
@@ -149,7 +94,7 @@ def drives_of(place: Path, *, sys_root: Path = Path("/sys")) -> tuple[DriveFacts
     number = place.stat().st_dev
     names = _names_of(sys_root, os.major(number), os.minor(number))
     if not names:  # btrfs and others have numbers of their own; what is mounted may be a device
-        source = mount_of(place)[1]
+        source = mount_of(place).source
         with contextlib.suppress(OSError):
             number = Path(source).stat().st_rdev if source.startswith("/dev/") else 0
             names = _names_of(sys_root, os.major(number), os.minor(number)) if number else []

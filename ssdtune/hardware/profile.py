@@ -7,16 +7,16 @@ put them into words. Nothing about results depends on any of it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ssdtune.errors import FormatError, StorageError
+from ssdtune.errors import ConfigError, FormatError, StorageError
 from ssdtune.hardware.figures import (
     AdamPoint,
     BlockPoint,
@@ -25,10 +25,13 @@ from ssdtune.hardware.figures import (
     CopyPoint,
     DirectoryProfile,
     MemoryPoint,
+    OtherLoad,
     TogetherProfile,
     decode,
 )
 from ssdtune.hardware.striped import StripedRates, measured_places, striped_rates
+from ssdtune.io.mounts import existing_parent
+from ssdtune.store.durable import write_json_atomic
 
 SCHEMA_VERSION = 2
 
@@ -83,6 +86,7 @@ class HardwareProfile:
         copies: Empty on a CPU.
         compute_dtypes: What the device multiplies at full speed, of "fp32" and "bf16".
         blocks: One for each shape.
+        others: What else the machine did meanwhile; None if that is not known.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -100,6 +104,7 @@ class HardwareProfile:
     copies: tuple[CopyPoint, ...]
     compute_dtypes: tuple[str, ...]
     blocks: tuple[BlockProfile, ...]
+    others: OtherLoad | None = None
 
     def rates(
         self,
@@ -249,13 +254,31 @@ def save(profile: HardwareProfile, path: Path) -> None:
     Raises:
         StorageError: The file can't be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(profile.to_dict(), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_json_atomic(path, profile.to_dict())
     except OSError as error:
-        raise StorageError("write", path, errno=error.errno or 0) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        raise StorageError(
+            "write", path, errno=error.errno or 0, hint="Name another file with --output."
+        ) from error
+
+
+def check_file(path: Path) -> None:
+    """Make sure that a profile can be written to a file, before minutes are spent on measuring.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    start = f"--output: the figures cannot be kept in {path}"
+    if path.is_dir():
+        raise ConfigError(f"{start}, which is a folder. Name a file in it.")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{start}, which is a device or pipe. Name a file; --json prints them.")
+    parent = existing_parent(path.parent)
+    if not parent.is_dir():
+        raise ConfigError(f"{start}: {parent} is a file. Name a file in a folder.")
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0).lower()
+        raise ConfigError(f"{start}: {parent}: {reason}. Name a file elsewhere.") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ssdtune.errors import ConfigError
 from ssdtune.hardware.figures import DirectoryProfile, TogetherProfile
-from ssdtune.hardware.place import existing_parent
+from ssdtune.io.mounts import existing_parent
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
+from ssdtune.hardware.busy import busy_warning
 from ssdtune.hardware.limits import sentences
 from ssdtune.units import format_disk, format_memory, format_rate, format_time
 
@@ -26,14 +27,22 @@ def render(profile: HardwareProfile, *, width: int = 100) -> str:
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
-    machine = profile.machine
+    machine = {
+        "cpu": "unknown processor",
+        "cores": "?",
+        "ssdtune": "?",
+        "torch": "?",
+        **profile.machine,
+    }
     cards = f", {machine['cards']}" if machine.get("cards") else ""
     _line(
         console,
-        f"{machine['cpu']}, {machine['cores']} cores, {format_memory(int(machine['memory_bytes']))}{cards}; "
+        f"{machine['cpu']}, {machine['cores']} cores, {format_memory(int(machine.get('memory_bytes', 0)))}{cards}; "
         f"ssdtune {machine['ssdtune']}, torch {machine['torch']}; measured {profile.measured_at} in "
         f"{format_time(profile.seconds)} ({profile.effort})",
     )
+    if warning := busy_warning(profile.others):
+        _line(console, f"Warning: {warning}")
     _drives(console, profile)
     for directory in profile.directories:
         _settings(console, directory)

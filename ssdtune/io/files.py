@@ -20,6 +20,7 @@ import numpy as np
 from ssdtune.errors import StorageError
 from ssdtune.io.backend import ALIGNMENT, File
 from ssdtune.io.device_bytes import Memory
+from ssdtune.io.mounts import IN_MEMORY, mount_of
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +275,7 @@ class FileBackend:
     def __enter__(self) -> FileBackend:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _start(
@@ -326,24 +327,28 @@ def _open_direct(path: Path, flags: int) -> tuple[int, str]:
     except OSError as error:
         if error.errno not in (errno_names.EINVAL, errno_names.EOPNOTSUPP):
             raise
-        return -1, _why_not_direct(path, _is_tmpfs(path.parent.stat().st_dev))
+        return -1, _why_not_direct(path, _is_in_memory(path))
     # Some file systems take the flag and then refuse, or ignore, every direct transfer: try one.
-    tmpfs = _is_tmpfs(os.fstat(descriptor).st_dev)
+    in_memory = _is_in_memory(path)
     refused = False
-    if not tmpfs:
+    if not in_memory:
         with mmap.mmap(-1, ALIGNMENT) as page:
             try:
                 os.preadv(descriptor, [page], 0)
             except OSError as error:
                 refused = error.errno in (errno_names.EINVAL, errno_names.EOPNOTSUPP)
-    if tmpfs or refused:
+    if in_memory or refused:
         os.close(descriptor)
-        return -1, _why_not_direct(path, tmpfs)
+        return -1, _why_not_direct(path, in_memory)
     return descriptor, ""
 
 
-def _why_not_direct(path: Path, tmpfs: bool) -> str:
-    if tmpfs:
+def _is_in_memory(path: Path) -> bool:
+    return mount_of(path).kind in IN_MEMORY
+
+
+def _why_not_direct(path: Path, in_memory: bool) -> str:
+    if in_memory:
         return (
             f"{path.parent} is on tmpfs: this is RAM, not a drive, and what is swapped there takes memory. "
             "Name a folder on an NVMe drive."
@@ -352,19 +357,6 @@ def _why_not_direct(path: Path, tmpfs: bool) -> str:
         "the file system has no direct I/O (O_DIRECT); going through the page cache costs one more copy "
         "of every byte and memory that counts against the limit of a container."
     )
-
-
-def _is_tmpfs(device: int) -> bool:
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return False
-    for line in lines:
-        fields = line.split()
-        if fields[2] == wanted:
-            return fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
-    return False
 
 
 def _checked_view(file: File, offset: int, buffer: memoryview) -> memoryview:

@@ -96,11 +96,7 @@ def build_model(
     path = checkpoint.path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if getattr(config, "is_encoder_decoder", False):
-            raise UnsupportedModelError(
-                f"{path}: {config.model_type} is an encoder-decoder model; ssdtune trains decoders only."
-            )
-        _refuse(path, config)
+        refuse_unsuitable(path / "config.json", config)
         config.use_cache = False
         with init_empty_weights(include_buffers=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -139,16 +135,36 @@ def _shortened(error: Exception) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def _refuse(path: Path, config: Any) -> None:
-    """Refuse what cannot be run block by block, by what the configuration says."""
+def refuse_unsuitable(file: Path, config: Any) -> None:
+    """Refuse what cannot be run block by block, by what the configuration says.
+
+    Args:
+        file: Where it was read.
+        config: As transformers reads it.
+
+    Raises:
+        UnsupportedModelError: It is such a model; names the reason.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{file}: {name} is an encoder-decoder model; ssdtune trains decoders only."
+        )
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
+        raise UnsupportedModelError(
+            f"{file}: {name} is no causal language model of transformers (AutoModelForCausalLM); ssdtune trains "
+            "decoder-only language models."
+        )
     reasons = []
     text = config.get_text_config()
     for key, largest in LARGEST_SIZES.items():
         size = getattr(text, key, None)
         if size is not None and not (isinstance(size, int) and 1 <= size <= largest):
             raise UnsupportedModelError(
-                f"{path}/config.json: {key} is {size!r}; it must be a whole number from 1 to {largest:.0e}."
+                f"{file}: {key} is {size!r}; it must be a whole number from 1 to {largest:.0e}."
             )
     # Encoders are built as language models too, but their tokens see those that they should predict.
     if getattr(config, "is_decoder", True) is False and not name.startswith("gpt_"):
@@ -168,7 +184,7 @@ def _refuse(path: Path, config: Any) -> None:
         reasons.append("it drops layers at random (layerdrop); set it to 0")
     if reasons:
         raise UnsupportedModelError(
-            f"{path}: {name} cannot be trained block by block: {'; '.join(reasons)}."
+            f"{file}: {name} cannot be trained block by block: {'; '.join(reasons)}."
         )
 
 

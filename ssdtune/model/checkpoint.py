@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ _COMPARE_BYTES = 8 << 20
 
 _SIDECAR_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".vocab", ".bpe"}
 _NOT_SIDECARS = re.compile(
-    r".*\.index\.json|adapter_config\.json|trainer_state\.json|plan\.json|README.*|requirements.*"
+    r".*\.index\.json|adapter_config\.json|trainer_state\.json|plan\.json|ssdtune-.*|README.*|requirements.*"
 )
 _LICENSES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY).*", re.IGNORECASE)
 
@@ -69,7 +70,7 @@ class HfCheckpoint:
         """
         path = resolve(name_or_path)
         config, config_bytes = read_config(path)
-        _refuse_quantized(path, config)
+        refuse_quantized(path / "config.json", config)
         if not (path / SINGLE).exists() and not (path / INDEX).exists():
             path = _convert(path, convert_dir)
         index = None if (path / SINGLE).exists() else _read_index(path)
@@ -99,7 +100,7 @@ class HfCheckpoint:
         """
         path = resolve(name_or_path)
         config, config_bytes = read_config(path)
-        _refuse_quantized(path, config)
+        refuse_quantized(path / "config.json", config)
         digest = hashlib.sha256(config_bytes).hexdigest()
         return cls(path, str(name_or_path), config, {}, None, digest)
 
@@ -107,6 +108,11 @@ class HfCheckpoint:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(extent.num_bytes for extent in self.tensors.values())
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding; see `vocab_size`."""
+        return vocab_size(self.config)
 
     def sidecar_files(self) -> list[Path]:
         """List what belongs to the model besides its weights, relative to `path`.
@@ -186,12 +192,22 @@ def read_config(path: Path) -> tuple[dict[str, Any], bytes]:
             f"{path} has no config.json, so it is not a Hugging Face checkpoint. Name the folder that holds "
             "config.json and the safetensors files."
         )
-    config, raw = _read_json(file)
+    config, raw = read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise ConfigError(
             f'{file} names no "model_type". Name the folder of a checkpoint that transformers loads.'
         )
     return config, raw
+
+
+def vocab_size(config: Mapping[str, Any]) -> int | None:
+    """Return the rows of the embedding as a config.json names them; None if it doesn't."""
+    sizes = (
+        part.get("vocab_size")
+        for part in (config, config.get("text_config"))
+        if isinstance(part, dict)
+    )
+    return next((size for size in sizes if isinstance(size, int) and size), None)
 
 
 def sidecar_files(path: Path) -> list[Path]:
@@ -212,7 +228,12 @@ def sidecar_files(path: Path) -> list[Path]:
     return sorted(files)
 
 
-def _read_json(file: Path) -> tuple[dict[str, Any], bytes]:
+def read_json(file: Path) -> tuple[dict[str, Any], bytes]:
+    """Return a JSON object of a model folder, parsed and as bytes.
+
+    Raises:
+        FormatError: It cannot be read, or is none.
+    """
     try:
         raw = file.read_bytes()
         content = json.loads(raw)
@@ -220,7 +241,7 @@ def _read_json(file: Path) -> tuple[dict[str, Any], bytes]:
         raise FormatError(
             f"cannot read {file}: {error.strerror}. Give read access, or download it again."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         kind = (
             "a Git LFS pointer" if raw.startswith(b"version https://git-lfs") else "not valid JSON"
         )
@@ -234,7 +255,7 @@ def _read_json(file: Path) -> tuple[dict[str, Any], bytes]:
 
 def _read_index(path: Path) -> dict[str, Any]:
     file = path / INDEX
-    index, _ = _read_json(file)
+    index, _ = read_json(file)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f'{file} has no "weight_map". {DOWNLOAD_AGAIN}')
@@ -264,12 +285,20 @@ def _check_index(path: Path, index: dict[str, Any], tensors: dict[str, TensorExt
             )
 
 
-def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
+def refuse_quantized(file: Path, config: dict[str, Any]) -> None:
+    """Refuse a model with quantized weights.
+
+    Args:
+        file: Where the configuration was read.
+
+    Raises:
+        ConfigError: It is one.
+    """
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ConfigError(
-            f"{path / 'config.json'} has a quantization_config (quant_method: {method}); quantized weights "
+            f"{file} has a quantization_config (quant_method: {method}); quantized weights "
             "can't be trained. Take the model's bf16, fp16 or fp32 checkpoint, or dequantize it first."
         )
 

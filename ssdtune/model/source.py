@@ -255,7 +255,7 @@ class WeightSource:
     def __enter__(self) -> WeightSource:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> None:

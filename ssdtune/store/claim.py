@@ -13,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ssdtune.errors import ConfigError, FormatError
+from ssdtune.io.mounts import IN_MEMORY, kind_warning, mount_of
 from ssdtune.store.directories import prepare_directories
 from ssdtune.store.layout import StoreLayout
 from ssdtune.store.lock import STATES_NAME, DirectoryLock, Owner, lock_directories, renew
 from ssdtune.store.manifest import Manifest
-from ssdtune.store.space import Need, copy_on_write_warning, reserve
+from ssdtune.store.space import Need, reserve
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,10 @@ def space_needs(
 
 def _reserve_all(locks: Sequence[DirectoryLock], layout: StoreLayout) -> None:
     for lock, size in zip(locks, layout.directory_bytes, strict=True):
-        if warning := copy_on_write_warning(lock.directory):
+        kind = mount_of(lock.directory).kind
+        warning = kind_warning(lock.directory, kind)
+        # Of memory backends warn themselves, also where model files are on it.
+        if warning and kind not in IN_MEMORY:
             logger.warning("%s", warning)
         reserve(lock.states_path, size)
 

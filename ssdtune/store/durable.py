@@ -1,11 +1,12 @@
 """Files that survive a crash whole or not at all: write aside, sync, rename, sync the directory.
 
-Used for owner records here and for checkpoints by `ssdtune.train`.
+Used for owner records here, for checkpoints by `ssdtune.train`, and for measured figures.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -24,8 +25,11 @@ def write_json_atomic(path: Path, value: Any) -> None:
     """
     text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     data = text.encode("utf-8", "surrogateescape")
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _storage_errors("write", path):
+        # Renaming would put a file in the place of a device.
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         try:
             with temporary.open("wb") as file:
                 file.write(data)

@@ -19,15 +19,13 @@ from typing import NamedTuple
 
 from ssdtune.errors import CapacityError, StorageError
 from ssdtune.io.backend import ALIGNMENT
+from ssdtune.io.mounts import existing_parent, mount_of
 from ssdtune.units import format_disk
 
 logger = logging.getLogger(__name__)
 
 MARGIN_BYTES = 256 << 20
 """What `check_space` leaves free on every drive, for logs and for everybody else."""
-
-_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
-_COPY_ON_WRITE = {"btrfs", "zfs", "bcachefs"}
 
 
 class Need(NamedTuple):
@@ -48,7 +46,7 @@ class FileSystem:
     Attributes:
         device: Number that tells file systems apart (st_dev).
         mount_point: Where it is mounted.
-        type: Name such as "ext4" or "tmpfs"; empty if unknown.
+        type: Name such as "ext4" or "tmpfs", or "unknown".
         free_bytes: What an ordinary user may still write.
     """
 
@@ -64,16 +62,14 @@ def file_system_of(path: Path) -> FileSystem:
     Raises:
         StorageError: It cannot be asked.
     """
-    path = Path(os.path.realpath(path))
     try:
-        while not path.exists() and path != path.parent:
-            path = path.parent
+        path = existing_parent(path)
         device = path.stat().st_dev
         figures = os.statvfs(path)
     except OSError as error:
         raise StorageError("open", path, errno=error.errno or 0) from error
-    mount_point, type_name = _mount_of(path)
-    return FileSystem(device, mount_point, type_name, figures.f_bavail * figures.f_frsize)
+    mount = mount_of(path)
+    return FileSystem(device, mount.point, mount.kind, figures.f_bavail * figures.f_frsize)
 
 
 def check_space(needs: Iterable[Need | tuple[Path, int, str]]) -> None:
@@ -102,7 +98,7 @@ def check_space(needs: Iterable[Need | tuple[Path, int, str]]) -> None:
         what = ", ".join(f"{format_disk(n.nbytes)} for {n.purpose} in {n.path}" for n in items)
         kept = f" and {format_disk(held)} are held there by ssdtune's own files" if held else ""
         problems.append(
-            f"not enough space on {system.mount_point} ({system.type or 'unknown file system'}): "
+            f"not enough space on {system.mount_point} ({system.type}): "
             f"{format_disk(needed)} needed ({what}), {format_disk(system.free_bytes)} are free{kept}, "
             f"{format_disk(MARGIN_BYTES)} must stay free. "
             f"Free {format_disk(missing)} or more there, or name other or more drives"
@@ -112,28 +108,6 @@ def check_space(needs: Iterable[Need | tuple[Path, int, str]]) -> None:
             "\n".join(problems)
             + " (swap_dirs, output_dir), lower save_total_limit, or set method: lora."
         )
-
-
-def memory_warning(path: Path) -> str | None:
-    """Return a warning if a directory is no drive at all; I/O backends log one of their own."""
-    system = file_system_of(path)
-    if system.type not in _IN_MEMORY:
-        return None
-    return (
-        f"{path} is on {system.type}: this is RAM, not a drive; states there take host memory. "
-        "Name a directory on an SSD in swap_dirs."
-    )
-
-
-def copy_on_write_warning(path: Path) -> str | None:
-    """Return a warning if the file system writes changed data elsewhere than reserved."""
-    system = file_system_of(path)
-    if system.type not in _COPY_ON_WRITE:
-        return None
-    return (
-        f"{path} is on {system.type}, which writes changed data elsewhere: space reserved there is no "
-        "guarantee, and the run may still find the drive full."
-    )
 
 
 def reserve(path: Path, nbytes: int) -> bool:
@@ -223,31 +197,3 @@ def _allocated_bytes(path: Path) -> int:
     except OSError:
         return 0
     return status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
-
-
-def _mount_of(path: Path) -> tuple[Path, str]:
-    """Return mount point and type by the longest matching line of the mount table."""
-    best = (Path("/"), "")
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return best
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        name = left.split(" ")[4].encode("utf-8", "surrogateescape")
-        mount_point = Path(os.fsdecode(_unescape(name)))
-        if path.is_relative_to(mount_point) and len(mount_point.parts) >= len(best[0].parts):
-            best = (mount_point, right.split(" ")[0])
-    return best
-
-
-def _unescape(name: bytes) -> bytes:
-    """Undo the octal escapes of the mount table."""
-    for escaped, plain in (
-        (b"\\040", b" "),
-        (b"\\011", b"\t"),
-        (b"\\012", b"\n"),
-        (b"\\134", b"\\"),
-    ):
-        name = name.replace(escaped, plain)
-    return name

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ssdtune.errors import ConfigError, FormatError, StorageError
@@ -42,9 +41,6 @@ from ssdtune.store.transfer import Transfer, as_bytes
 from ssdtune.store.versions import Versions
 
 logger = logging.getLogger(__name__)
-
-CHECK_BYTES = 1 << 20
-"""Piece that has a checksum of its own: divides usual chunks, and 100 GB have a manifest of 1 MB."""
 
 
 class Store:
@@ -97,7 +93,7 @@ class Store:
         output_dir: Path,
         weights: Sequence[float] | None = None,
         stripe_bytes: int | None = None,
-        check_bytes: int = CHECK_BYTES,
+        check_bytes: int,
         direct: bool = True,
     ) -> Self:
         """Take the directories for a new run and reserve all space there.
@@ -454,12 +450,7 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _begin(self, unit: str, beside: bool) -> None:

@@ -10,7 +10,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -67,15 +70,20 @@ class Precision:
         """Say whether a part's weights are rounded stochastically."""
         return part.dtype != torch.float32 and not self.masters
 
-    def states(self, part: Part) -> dict[str, State]:
+    def states(self, part: Part) -> Mapping[str, State]:
         """Return the versioned states of a trained part by name, the weights first."""
-        found = [State("weights", part.dtype, 1, "weights")]
-        if self.is_split(part):
-            found.append(State("low", torch.int16, 1, "master"))
-        for name in ("exp_avg", "exp_avg_sq"):
-            if self.coded_moments:
-                found.append(State(name, torch.uint8, 1, "moments"))
-                found.append(State(f"{name}_scale", torch.float32, CODE_BLOCK, "moments"))
-            else:
-                found.append(State(name, torch.float32, 1, "moments"))
-        return {state.name: state for state in found}
+        return _states(part.dtype, self.is_split(part), self.coded_moments)
+
+
+@functools.cache
+def _states(dtype: torch.dtype, split: bool, coded_moments: bool) -> Mapping[str, State]:
+    found = [State("weights", dtype, 1, "weights")]
+    if split:
+        found.append(State("low", torch.int16, 1, "master"))
+    for name in ("exp_avg", "exp_avg_sq"):
+        if coded_moments:
+            found.append(State(name, torch.uint8, 1, "moments"))
+            found.append(State(f"{name}_scale", torch.float32, CODE_BLOCK, "moments"))
+        else:
+            found.append(State(name, torch.float32, 1, "moments"))
+    return MappingProxyType({state.name: state for state in found})

@@ -13,8 +13,9 @@ from pathlib import Path
 from ssdtune.config.schema import Config
 from ssdtune.errors import CapacityError
 from ssdtune.hardware.figures import DirectoryProfile, DriveFacts
-from ssdtune.hardware.place import drives_of, existing_parent
+from ssdtune.hardware.place import drives_of
 from ssdtune.io.buffers import aligned_size
+from ssdtune.io.mounts import existing_parent, kind_warning, mount_of
 from ssdtune.plan.budget import RunShape, run_written_bytes
 from ssdtune.plan.estimate import Estimate, estimate
 from ssdtune.plan.wear import DriveLife, Rating, rate_drives
@@ -44,6 +45,7 @@ class DiskPlan:
         needs: Everything that the run will write, for `check_space`.
         estimate: Room, traffic and wear as figures.
         places: The directories as the profile of another machine describes them; empty on this one.
+        warnings: What a user should know about keeping states in these directories.
     """
 
     units: list[UnitSpec]
@@ -53,6 +55,7 @@ class DiskPlan:
     needs: list[Need]
     estimate: Estimate
     places: tuple[DirectoryProfile, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def check_space(self) -> None:
         """Refuse a run that does not fit.
@@ -111,8 +114,11 @@ def plan_disk(
     if places:
         directories = [Path(place.path) for place in places]
         drives = [drive for place in places for drive in place.drives]
+        warnings = [warning for place in places for warning in place.warnings]
     else:
         directories = swap_directories(config, output_dir)
+        found = (kind_warning(path, mount_of(path).kind) for path in directories)
+        warnings = [warning for warning in found if warning]
         drives = [drive for path in directories for drive in drives_of(existing_parent(path))]
     shape = _run_shape(prepared, resumed)
     copies = 1 + shape.checkpoints_kept + shape.speculates
@@ -128,7 +134,9 @@ def plan_disk(
         rating=_rating(config, drives, len(directories)),
         wear_budget_bytes=wear_budget_bytes(config),
     )
-    return DiskPlan(units, directories, copies, layout, needs, figures, tuple(places))
+    return DiskPlan(
+        units, directories, copies, layout, needs, figures, tuple(places), tuple(warnings)
+    )
 
 
 def has_room(

@@ -60,7 +60,13 @@ from ssdtune.train.exporting import write_result
 from ssdtune.train.forecast import Forecast
 from ssdtune.train.lanes import Lanes
 from ssdtune.train.nonfinite import FiniteWatch, rows_text, skipped_in_a_row
-from ssdtune.train.output import hold_output
+from ssdtune.train.output import (
+    METRICS,
+    SETTINGS,
+    SETTINGS_TITLE,
+    hold_output,
+    refuse_foreign,
+)
 from ssdtune.train.prepare import Prepared, config_with, prepare, summary_lines
 from ssdtune.train.rehearsed import times_of
 from ssdtune.train.signals import StopSignals
@@ -248,11 +254,12 @@ def _resumed_from(config: Config, output_dir: Path) -> tuple[Path, TrainerState]
             f"{output_dir} holds a run with {kept[-1].name}. Go on with --resume-from-checkpoint last, "
             f"name another output_dir, or delete it: rm -r '{output_dir}'"
         )
-    if (output_dir / "metrics.jsonl").exists() and _is_finished(output_dir):
+    if (output_dir / METRICS).exists() and _is_finished(output_dir):
         raise ConfigError(
             f"{output_dir} holds the result of a finished run. Name another output_dir, or delete it: "
             f"rm -r '{output_dir}'"
         )
+    refuse_foreign(output_dir)
     return None
 
 
@@ -330,8 +337,8 @@ class _Run:
                 reference = reference_losses(self.prepared, check_batch[0])
                 return_memory()
             self._leave_if_asked("before the first step; nothing was written")
-            (self.output_dir / "config.yaml").write_text(
-                to_yaml(with_absolute_paths(self.config)), encoding="utf-8"
+            (self.output_dir / SETTINGS).write_text(
+                SETTINGS_TITLE + to_yaml(with_absolute_paths(self.config)), encoding="utf-8"
             )
             (self.output_dir / "plan.json").write_text(
                 json.dumps(

@@ -1,4 +1,4 @@
-"""Holds a run's output folder, so that no two runs write their metrics, checkpoints and weights into one.
+"""Holds a run's output folder: no two runs write into one, and none replaces files that no run has written.
 
 The lock is on the folder itself: it leaves no file behind, and the system drops it when the process ends.
 Swap directories have locks of their own, see `ssdtune.store.lock`.
@@ -17,6 +17,34 @@ from pathlib import Path
 from ssdtune.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+SETTINGS = "config.yaml"
+SETTINGS_TITLE = "# All settings of the run.\n"
+"""First line of the settings that a run writes: a file without it is somebody's own."""
+
+
+def refuse_foreign(output_dir: Path) -> None:
+    """Make sure that a new run replaces no files of others.
+
+    Raises:
+        ConfigError: The folder holds a model, an adapter or settings, and no run was there.
+    """
+    if (output_dir / METRICS).exists() or not output_dir.is_dir():
+        return
+    settings = output_dir / SETTINGS
+    names = [path.name for path in output_dir.iterdir() if path.is_file() and _is_of_a_model(path)]
+    if settings.is_file() and not settings.read_bytes().startswith(SETTINGS_TITLE.encode()):
+        names.append(SETTINGS)
+    if names:
+        raise ConfigError(
+            f"output_dir {output_dir} holds {', '.join(sorted(names)[:3])}, which no run of ssdtune wrote and this one "
+            "would replace. Name another output_dir."
+        )
+
+
+def _is_of_a_model(path: Path) -> bool:
+    return path.suffix == ".safetensors" or path.name in ("config.json", "adapter_config.json")
 
 
 @contextmanager

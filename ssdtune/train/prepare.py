@@ -295,7 +295,7 @@ def read_rows(config: Config, checkpoint: HfCheckpoint) -> Rows:
     tokenizer = load_tokenizer(
         checkpoint.path, trust_remote_code=config.model.trust_remote_code, missing_ok=True
     )
-    vocab_size = _vocab_size(checkpoint)
+    vocab_size = checkpoint.vocab_size
     train = load_rows(config.data.train_file, tokenizer, config.data, vocab_size=vocab_size)
     padding = Padding.of(tokenizer)
     training = config.training
@@ -326,11 +326,6 @@ def _batch_plan(config: Config, train: TokenizedRows, padding: Padding) -> Batch
         pack_length=config.data.max_length if config.data.packing else None,
         padding=padding,
     )
-
-
-def _vocab_size(checkpoint: HfCheckpoint) -> int | None:
-    config = checkpoint.config
-    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
 
 def longest_sequence(config: Config, rows: Rows | None) -> int:

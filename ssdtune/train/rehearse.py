@@ -100,7 +100,7 @@ class Rehearsal:
         )
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stage.close()
 
     def step(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import ssdtune
 from ssdtune.cli import doctor
+from ssdtune.io.mounts import Mount, mount_of
 
 
 def by_name(report):
@@ -82,11 +83,22 @@ def test_a_folder_is_left_as_it_was(tmp_path):
 
 def test_memory_file_systems_are_called_so():
     folder = Path("/dev/shm")
-    if not folder.is_dir() or doctor._file_system(folder) != "tmpfs":
+    if not folder.is_dir() or mount_of(folder).kind != "tmpfs":
         pytest.skip("/dev/shm is not a tmpfs here")
     (check,) = doctor._folder(folder)
     assert check.status == "warn"
     assert "this is memory, not a drive" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("nfs4", "move over it in each step"), ("overlay", "the container's own layer")],
+)
+def test_file_systems_that_are_no_local_drive_are_called_so(tmp_path, monkeypatch, kind, words):
+    monkeypatch.setattr(doctor, "mount_of", lambda path: Mount(path, kind, "x"))
+    (check,) = doctor._folder(tmp_path)
+    assert check.status == "warn"
+    assert words in check.detail
 
 
 def test_exhausted_aio_contexts_are_a_warning(tmp_path):

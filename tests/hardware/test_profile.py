@@ -15,11 +15,17 @@ import pytest
 import ssdtune
 from ssdtune.errors import ConfigError, FormatError, StorageError
 from ssdtune.hardware.effort import FULL, QUICK
-from ssdtune.hardware.figures import BlockPoint, BlockProfile, Contention, CopyPoint
+from ssdtune.hardware.figures import (
+    BlockPoint,
+    BlockProfile,
+    Contention,
+    CopyPoint,
+    OtherLoad,
+)
 from ssdtune.hardware.limits import limits, sentences
 from ssdtune.hardware.machine import describe_machine, machine_id
 from ssdtune.hardware.measure import cached, measure
-from ssdtune.hardware.profile import HardwareProfile, read_profile, save
+from ssdtune.hardware.profile import HardwareProfile, check_file, read_profile, save
 from tests.hardware.tiny import TINY
 
 
@@ -245,10 +251,12 @@ def test_what_limits_training(profile: HardwareProfile) -> None:
 def test_table(profile: HardwareProfile) -> None:
     failed = replace(profile.directories[0], path="/other", problem="only 1 GB", read_bytes_per_s=0)
     cached_drive = replace(profile.directories[0], caches=("write",), warnings=("[bold] is odd",))
-    text = replace(profile, directories=(failed, cached_drive)).text()
+    others = OtherLoad(cores=2, programs_cores=1.3, stolen_cores=0.0)
+    text = replace(profile, directories=(failed, cached_drive), others=others).text()
     for part in (
         "AdamW numpy, threads: 1", "GB/s", "best with python", "/other: only 1 GB", "A cache of drive or host",
         "What limits full fine-tuning here:", "Warning: [bold] is odd", "python: works",
+        "Warning: other programs used 1.3 of 2 cores",
     ):  # fmt: skip
         assert part in text
     assert max(len(line) for line in text.splitlines()) <= 100
@@ -392,7 +400,31 @@ def test_a_profile_that_cannot_be_kept_is_still_good(
     monkeypatch.setattr("ssdtune.hardware.measure.measure", lambda *a, **k: profile)
     with caplog.at_level(logging.WARNING, "ssdtune"):
         assert cached([folder], path, effort=TINY) == profile
-    assert "taken again next time" in caplog.text
+        with pytest.raises(StorageError, match=r"Name another file with --output"):
+            cached([folder], path, effort=TINY, must_keep=True)
+    assert caplog.text.count("taken again next time") == 1
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "/dev/full"])
+def test_a_device_is_never_replaced_by_a_file(profile: HardwareProfile, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}, which is a device"):
+        check_file(Path(name))
+    with pytest.raises(StorageError, match=f"write of {name} failed"):
+        save(profile, Path(name))
+    assert Path(name).is_char_device()
+
+
+def test_files_that_cannot_be_written_are_refused_before_measuring(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="which is a folder"):
+        check_file(tmp_path)
+    with pytest.raises(ConfigError, match="/file is a file"):
+        check_file(tmp_path / "file" / "deeper" / "profile.json")
+    with pytest.raises(ConfigError, match="/proc: "):
+        check_file(Path("/proc/profile.json"))
+    check_file(tmp_path / "new folder" / "profile.json")
+    check_file(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_machine_id_follows_machine_and_drives(tmp_path: Path) -> None:
@@ -423,13 +455,34 @@ def test_machine_id_follows_machine_and_drives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [(None, "does not exist"), ("{", "not readable as JSON")]
+    ("text", "message"),
+    [
+        (None, "does not exist"),
+        ("{", "not readable as JSON"),
+        ("[" * 10**5, "not readable as JSON"),
+        ("[]", "is no JSON object"),
+        (
+            '{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}',
+            "quant_method: awq",
+        ),
+        ('{"model_type": "vit"}', "vit is no causal language model"),
+        ('{"model_type": "t5"}', "t5 is an encoder-decoder model"),
+        ('{"model_type": "llama", "hidden_size": 1000000000000}', "hidden_size is 1000000000000"),
+        ('{"model_type": "llama", "num_attention_heads": "many"}', "cannot"),
+        ('{"model_type": "nonsense"}', "transformers cannot read this configuration"),
+    ],
+    ids=lambda text: str(text)[:40],
 )
 def test_a_model_that_cannot_be_read_is_refused_first(
-    folder: Path, tmp_path: Path, text: str | None, message: str
+    folder: Path, tmp_path: Path, text: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("drives were measured")
+
+    monkeypatch.setattr("ssdtune.hardware.measure._with_drives", refuse)
     with pytest.raises(ConfigError, match=message):
         measure([folder], model=str(tmp_path / "config.json"), effort=TINY)
 

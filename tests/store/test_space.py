@@ -5,7 +5,6 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,7 @@ from ssdtune.store.layout import StoreLayout
 from ssdtune.store.space import (
     Need,
     check_space,
-    copy_on_write_warning,
     file_system_of,
-    memory_warning,
     reserve,
 )
 from tests.store.helpers import UNITS, create
@@ -165,18 +162,6 @@ def test_a_file_system_that_cannot_reserve_gets_a_sparse_file(tmp_path, caplog, 
     assert (tmp_path / "file").stat().st_size == 64 * MIB
     assert (tmp_path / "file").stat().st_blocks == 0
     assert [r.message for r in caplog.records if "cannot reserve space" in r.message]
-
-
-def test_memory_is_not_taken_for_a_drive(tmp_path):
-    shared_memory = Path("/dev/shm")
-    if not os.path.ismount(shared_memory):
-        pytest.skip("no tmpfs at /dev/shm")
-    warning = memory_warning(shared_memory / "not-yet")
-    assert warning is not None
-    assert "this is RAM" in warning
-    assert memory_warning(Path("/")) is None
-    if file_system_of(tmp_path).type in ("ext4", "xfs"):
-        assert copy_on_write_warning(tmp_path) is None
 
 
 def test_the_file_system_of_a_path(tmp_path):
