@@ -15,14 +15,7 @@ import ssdtune
 from ssdtune.config.load import load_config
 from ssdtune.config.schema import Config
 from ssdtune.errors import CapacityError, ConfigError
-from ssdtune.hardware.figures import (
-    AdamPoint,
-    BlockPoint,
-    BlockProfile,
-    DirectoryProfile,
-    MemoryPoint,
-    TogetherProfile,
-)
+from ssdtune.hardware.figures import AdamPoint, DirectoryProfile
 from ssdtune.hardware.known import profile_path
 from ssdtune.hardware.machine import machine_id
 from ssdtune.hardware.profile import HardwareProfile, save
@@ -31,6 +24,7 @@ from ssdtune.train.choose import Chosen, choose, rates_for, tuned, within_wear
 from ssdtune.train.disk import written_bytes
 from ssdtune.train.prepare import Prepared, micro_batch_sizes, prepare, with_micro_batches
 from ssdtune.units import MIB
+from tests import invented
 from tests.toy import make_checkpoint, make_rows
 
 FLAT, FALLING, RISING = ((1, 1e9), (64, 1e9)), ((8, 1e9), (64, 1e6)), ((8, 1e5), (64, 1e9))
@@ -45,30 +39,15 @@ def machine(
     **changes: Any,
 ) -> HardwareProfile:
     """Return a profile of this machine with invented figures."""
-    points = tuple(
-        BlockPoint(
-            dtype=dtype, sequences=1, sequence=tokens, forward_s=1.0, backward_s=2.0, forward_flop=flop
-        )
-        for dtype in dtypes
-        for tokens, flop in block
-    )  # fmt: skip
-    made = HardwareProfile(
-        machine_id=machine_id([]), machine={"cpu": "Zen", "cores": 2, "memory_bytes": 64 << 30},
-        measured_at="2026-12-01T00:00:00+00:00", effort="full", seconds=1.0, backends={}, directories=(),
-        together=TogetherProfile(
-            num_file_systems=1, read_bytes_per_s=drives, write_bytes_per_s=drives, mixed_bytes_per_s=drives
-        ),
-        memory=(MemoryPoint(threads=2, copy_bytes_per_s=1e13, triad_bytes_per_s=1e13),),
-        adam=(AdamPoint(form="avx2", threads=2, parameters_per_s=1e12),),
-        contention=None, copies=(), compute_dtypes=tuple(dtypes),
-        blocks=(
-            BlockProfile(
-                shape="x", digest="x", device="cpu", parameters=20000, active_parameters=20000, hidden_size=40,
-                points=points,
-            ),
-        ),
-    )  # fmt: skip
-    return replace(made, **changes)
+    points = [(dtype, tokens, flop) for dtype in dtypes for tokens, flop in block]
+    figures = {
+        "machine_id": machine_id([]),
+        "machine": {"cpu": "Zen", "cores": 2, "memory_bytes": 64 << 30},
+        "compute_dtypes": tuple(dtypes),
+        "blocks": (invented.block(points),),
+        **invented.rates(read=drives, write=drives, mixed=drives, memory=1e13, adam=1e12),
+    }
+    return invented.profile(**figures | changes)
 
 
 @pytest.fixture(scope="module")

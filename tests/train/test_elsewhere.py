@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ssdtune.hardware.figures import DirectoryProfile
 from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.store.space import MARGIN_BYTES, Need
 from ssdtune.train import elsewhere
+from tests import invented
 
 
 def place(path: str, free_bytes: int, device: str = "", **changes: Any) -> DirectoryProfile:
@@ -24,13 +24,7 @@ def place(path: str, free_bytes: int, device: str = "", **changes: Any) -> Direc
 
 
 def profile(*places: DirectoryProfile, **changes: Any) -> HardwareProfile:
-    made = HardwareProfile(
-        machine_id="0", machine={"cpu": "Zen", "cores": 16, "memory_bytes": 64 << 30, "cards": ""},
-        measured_at="2026-12-01T00:00:00+00:00", effort="full", seconds=1.0, backends={},
-        directories=places, together=None, memory=(), adam=(), contention=None, copies=(),
-        compute_dtypes=("fp32", "bf16"), blocks=(),
-    )  # fmt: skip
-    return replace(made, **changes)
+    return invented.profile(directories=places, **changes)
 
 
 def test_nine_tenths_of_its_memory() -> None:

@@ -14,14 +14,7 @@ from ssdtune.cli.main import main
 from ssdtune.config.load import load_config
 from ssdtune.config.schema import Config
 from ssdtune.errors import CapacityError
-from ssdtune.hardware.figures import (
-    AdamPoint,
-    BlockPoint,
-    BlockProfile,
-    DirectoryProfile,
-    MemoryPoint,
-    TogetherProfile,
-)
+from ssdtune.hardware.figures import DirectoryProfile
 from ssdtune.hardware.profile import HardwareProfile, save
 from ssdtune.plan.nearest import LENGTH_GRAIN
 from ssdtune.plan.residency import ComputeSize, plan_memory
@@ -30,6 +23,7 @@ from ssdtune.store.space import MARGIN_BYTES
 from ssdtune.train.prepare import compute_size, prepare
 from ssdtune.train.smaller import nearest_settings
 from ssdtune.units import MIB
+from tests import invented
 from tests.toy import make_checkpoint, make_rows
 
 GIB = 1 << 30
@@ -55,26 +49,15 @@ def settings(folder: Path, **changes: Any) -> Config:
 
 def machine(*places: DirectoryProfile, **changes: Any) -> HardwareProfile:
     """Return a machine of 8 GiB with two drives that read 2 GB/s and write 1 GB/s."""
-    points = tuple(
-        BlockPoint(dtype=dtype, sequences=1, sequence=64, forward_s=1e-3, backward_s=2e-3, forward_flop=1e8)
-        for dtype in ("fp32", "bf16")
-    )  # fmt: skip
-    made = HardwareProfile(
-        machine_id="0", machine={"cpu": "Zen", "cores": 16, "memory_bytes": 8 * GIB, "cards": ""},
-        measured_at="2026-12-01T00:00:00+00:00", effort="full", seconds=1.0, backends={},
-        directories=places or (place("/nvme/0", 10**12), place("/nvme/1", 10**12)),
-        together=TogetherProfile(
-            num_file_systems=2, read_bytes_per_s=2e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1.3e9
+    figures = {
+        "machine": {"cpu": "Zen", "cores": 16, "memory_bytes": 8 * GIB, "cards": ""},
+        "directories": places or (place("/nvme/0", 10**12), place("/nvme/1", 10**12)),
+        "blocks": (invented.block([("fp32", 64, 1e11), ("bf16", 64, 1e11)]),),
+        **invented.rates(
+            read=2e9, write=1e9, mixed=1.3e9, memory=2e10, adam=1e9, num_file_systems=2
         ),
-        memory=(MemoryPoint(threads=1, copy_bytes_per_s=2e10, triad_bytes_per_s=2e10),),
-        adam=(AdamPoint(form="split", threads=1, parameters_per_s=1e9),), contention=None, copies=(),
-        compute_dtypes=("fp32", "bf16"),
-        blocks=(BlockProfile(
-            shape="llama", digest="x", device="cpu", parameters=1, active_parameters=1, hidden_size=1,
-            points=points,
-        ),),
-    )  # fmt: skip
-    return replace(made, **changes)
+    }
+    return invented.profile(**figures | changes)
 
 
 def place(path: str, free_bytes: int, rate: float = 1e9) -> DirectoryProfile:
