@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> HardwareProfile:
     """
     path = profile_path()
     if args.output:
-        path = Path(os.path.realpath(Path(args.output).expanduser()))
         from ssdtune.hardware.profile import check_file
 
-        check_file(path)
+        check_file(Path(args.output).expanduser())
+        path = Path(os.path.realpath(Path(args.output).expanduser()))
     with Display(sys.stderr, quiet=args.quiet, live=_may_be_live() and not args.verbose) as display:
         result = api.profile(
             args.swap_dir,

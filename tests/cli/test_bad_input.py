@@ -175,7 +175,7 @@ def test_names_that_are_too_long(
     refused(["plan", folder / "model", "--config", "y" * 300], ["name too long"], capsys, tmp_path)
 
 
-@pytest.mark.parametrize("output", ["/dev/full", "/dev/null", "/proc/x.json", "."])
+@pytest.mark.parametrize("output", ["/dev/full", "/dev/null", "/dev/stdout", "/proc/x.json", "."])
 def test_a_profile_goes_to_a_file_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:

@@ -18,7 +18,6 @@ from ssdtune.hardware.figures import DirectoryProfile
 from ssdtune.hardware.profile import HardwareProfile, save
 from ssdtune.plan.nearest import LENGTH_GRAIN
 from ssdtune.plan.residency import ComputeSize, plan_memory
-pytestmark = pytest.mark.usefixtures("short_rehearsals")
 from ssdtune.store.space import MARGIN_BYTES
 from ssdtune.train.prepare import compute_size, prepare
 from ssdtune.train.smaller import nearest_settings
@@ -26,6 +25,7 @@ from ssdtune.units import MIB
 from tests import invented
 from tests.toy import make_checkpoint, make_rows
 
+pytestmark = pytest.mark.usefixtures("short_rehearsals")
 GIB = 1 << 30
 
 
