@@ -272,7 +272,8 @@ def check_file(path: Path) -> None:
     start = f"--output: the figures cannot be kept in {path}"
     if path.is_dir():
         raise ConfigError(f"{start}, which is a folder. Name a file in it.")
-    if path.exists() and not path.is_file():
+    stream = path.is_symlink() and str(path.readlink()).startswith("/proc/")  # /dev/stdout
+    if stream or (path.exists() and not path.is_file()):
         raise ConfigError(f"{start}, which is a device or pipe. Name a file; --json prints them.")
     parent = existing_parent(path.parent)
     if not parent.is_dir():

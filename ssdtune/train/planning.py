@@ -53,6 +53,7 @@ class RunPlan:
         step: What a step learns; None if the memory is too small for any plan.
         save_s: Seconds that a checkpoint takes; None without measured rates.
         no_time: Why no time is given; empty if it is.
+        place_warnings: What a user should know about the directories that hold the states.
     """
 
     problems: tuple[str, ...]
@@ -65,6 +66,7 @@ class RunPlan:
     step: Step | None = None
     save_s: float | None = None
     no_time: str = ""
+    place_warnings: tuple[str, ...] = ()
 
     @property
     def forecast(self) -> Forecast | None:
@@ -90,6 +92,7 @@ class RunPlan:
             "step": asdict(self.step) if self.step else None,
             "save_s": self.save_s,
             "no_time": self.no_time,
+            "place_warnings": list(self.place_warnings),
         }
 
     def text(self) -> str:
@@ -104,6 +107,7 @@ class RunPlan:
             lines.append(self.cost.text())
         if self.wear_warning:
             lines.append(f"warning: {self.wear_warning}")
+        lines += [f"warning: {text}" for text in self.place_warnings]
         verdict = (
             ["It fits."] if self.fits else [f"It does not fit: {text}" for text in self.problems]
         )
@@ -183,6 +187,7 @@ def plan(
         Step(training.per_device_train_batch_size, shape.micro_batches, shape.tokens),
         save_s(disk.estimate.save, *io) if rates else None,
         no_time,
+        disk.warnings,
     )
 
 
