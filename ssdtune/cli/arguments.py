@@ -20,6 +20,7 @@ from ssdtune.config.leaves import all_leaves, describe
 from ssdtune.config.load import load_config
 from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError
+from ssdtune.hardware.datasheet import names
 
 _PREFIX = "setting:"
 """Marks the parsed values that are settings."""
@@ -102,8 +103,9 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     )
     plan.add_argument(
         "--hardware",
-        metavar="FILE",
-        help="plan for the machine of this profile, with its memory, dtypes, drives and free space "
+        metavar="NAME|FILE",
+        help="plan for another machine, with its memory, dtypes, drives and free space: by the name of its data sheet "
+        f"({', '.join(names())}), or by a file that ssdtune profile wrote or showed "
         "(default: this machine, at the rates of its profile if ssdtune profile has run)",
     )
     plan.add_argument(
@@ -152,6 +154,12 @@ def _add_profile_flags(profile: Parser) -> None:
     )
     profile.add_argument(
         "--output", metavar="FILE", help="profile file (default: in the user's cache folder)"
+    )
+    profile.add_argument(
+        "--show",
+        metavar="NAME",
+        help="measure nothing, but print the data sheet of a machine, to be changed and given to plan --hardware: "
+        + ", ".join(names()),
     )
     profile.add_argument("--force", action="store_true", help="measure even if nothing changed")
     profile.add_argument("--quick", action="store_true", help="shorter and less exact")

@@ -62,8 +62,16 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def profile(args: argparse.Namespace) -> int:
-    """Measure this machine, or take what was measured before, and print the figures."""
+    """Measure this machine, or take what was measured before, and print the figures; or show a data sheet."""
     from ssdtune.cli.profile_command import run
+    from ssdtune.hardware import datasheet
+
+    if args.show is not None:
+        if args.json:
+            print_json(datasheet.named_machine(args.show).to_dict())
+        else:
+            print(datasheet.sheet_text(args.show), end="")
+        return 0
 
     result = run(args)
     if args.json:

@@ -39,6 +39,7 @@ class DriveFacts:
         wear_share: Share of the rated endurance that is used up; may exceed 1.
         written_bytes: Written over the drive's life.
         wear_note: Where the last two are missing: why.
+        rated_bytes: What its maker lets be written, where a data sheet says so; drives do not tell.
     """
 
     name: str
@@ -53,6 +54,7 @@ class DriveFacts:
     wear_share: float | None = None
     written_bytes: int | None = None
     wear_note: str = ""
+    rated_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

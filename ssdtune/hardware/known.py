@@ -1,15 +1,17 @@
-"""The profile that was kept of this machine, if there is one: where it is, and whether it still holds.
+"""Which machine is planned for: the one that was measured here, or one by its name or file.
 
-Reading only; `ssdtune.hardware.measure` measures.
+Reading only; `ssdtune.hardware.measure` measures, `ssdtune.hardware.datasheet` has machines that nobody measured.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from ssdtune.errors import FormatError
+from ssdtune.hardware.datasheet import SUFFIX, named_machine, read_sheet
 from ssdtune.hardware.machine import machine_id
 from ssdtune.hardware.profile import HardwareProfile, read_profile
 
@@ -23,14 +25,18 @@ def profile_path() -> Path:
     )
 
 
-def known(file: str | None = None) -> HardwareProfile | None:
-    """Return the profile in a file, or else the one kept of this machine; None if there is none of it.
+def known(name: str | None = None) -> HardwareProfile | None:
+    """Return the machine of a file or a name, or else the profile kept of this one; None if there is none of it.
+
+    Args:
+        name: A profile, or a data sheet whose name ends in `.toml`; or the name of a data sheet that comes along.
 
     Raises:
+        ConfigError: There is neither a file nor a data sheet of this name.
         FormatError: The file that was named cannot be read.
     """
-    if file:
-        return read_profile(Path(file).expanduser())
+    if name is not None:
+        return _named(name)
     if not profile_path().exists():
         return None
     try:
@@ -44,3 +50,13 @@ def known(file: str | None = None) -> HardwareProfile | None:
         )
         return None
     return kept
+
+
+def _named(name: str) -> HardwareProfile:
+    path = Path(name).expanduser()
+    if path.suffix == SUFFIX:
+        return read_sheet(path)
+    if not path.is_file() and path.name == name and not path.suffix:
+        return named_machine(name)
+    profile = read_profile(path)
+    return replace(profile, machine={**profile.machine, "file": str(path)})

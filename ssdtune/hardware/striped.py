@@ -1,7 +1,8 @@
-"""What the drives give to a run whose states are dealt evenly over some directories, of which others may be measured too.
+"""What the drives give to a run whose states are dealt over some directories, of which others may be measured too.
 
-Directories on the same drives count once. Every directory gets an equal share of each state, so the slowest file system
-sets the pace; and no run gets more than all of them reached at once, where they may share a link or a controller.
+Directories on the same drives count once. Every directory gets its share of each state, an equal one or by its rate
+(`shares`), so that the file system with most to do sets the pace; and no run gets more than all of them reached at once,
+where they may share a link or a controller.
 `ssdtune.hardware.drives` measures, `ssdtune.store.layout` deals.
 """
 
@@ -15,6 +16,9 @@ from ssdtune.errors import ConfigError
 from ssdtune.hardware.figures import DirectoryProfile, TogetherProfile
 from ssdtune.io.mounts import existing_parent
 
+LEAST_GAIN = 0.05
+"""Directories get unequal shares only where all together are faster by that."""
+
 
 @dataclass(frozen=True)
 class StripedRates:
@@ -26,28 +30,34 @@ class StripedRates:
 
 
 def striped_rates(
-    places: Sequence[DirectoryProfile], together: TogetherProfile | None
+    places: Sequence[DirectoryProfile],
+    together: TogetherProfile | None,
+    weights: Sequence[float] = (),
 ) -> StripedRates:
     """Return the rates of a run on these directories.
 
     Args:
         places: The directories of the run, as they were measured; none if only `together` is known.
         together: What all measured directories reached at once.
+        weights: Relative share of each directory; none for equal ones.
     """
     if not places and together:
         return StripedRates(
             together.read_bytes_per_s, together.write_bytes_per_s, together.mixed_bytes_per_s
         )
-    groups: dict[object, list[DirectoryProfile]] = {}
-    for place in places:
-        groups.setdefault(_drives(place), []).append(place)
+    groups: dict[object, list[int]] = {}
+    for number, place in enumerate(places):
+        groups.setdefault(_drives(place), []).append(number)
+    weights = weights or [1.0] * len(places)
 
     def rate(name: str) -> float:
         if not groups:
             return 0.0
-        # A group has len(members) shares of len(places); other shares wait until its own are moved.
+        # Other shares wait until those of a group are moved.
         pace = min(
-            max(getattr(place, name) for place in members) * len(places) / len(members)
+            max(getattr(places[n], name) for n in members)
+            * sum(weights)
+            / sum(weights[n] for n in members)
             for members in groups.values()
         )
         most = getattr(together, name) if together and len(groups) > 1 else pace
@@ -56,6 +66,37 @@ def striped_rates(
     return StripedRates(
         rate("read_bytes_per_s"), rate("write_bytes_per_s"), rate("mixed_bytes_per_s")
     )
+
+
+def shares(
+    places: Sequence[DirectoryProfile], together: TogetherProfile | None
+) -> tuple[float, ...]:
+    """Return the relative share of each directory with which all have the same to do, by their rates; none for equal ones.
+
+    Directories on the same drives divide what these get.
+    """
+    on_same = [sum(_drives(other) == _drives(place) for other in places) for place in places]
+    weights = tuple(place.mixed_bytes_per_s / n for place, n in zip(places, on_same))
+    if not all(weights):
+        return ()
+    even = striped_rates(places, together).mixed_bytes_per_s
+    gained = striped_rates(places, together, weights).mixed_bytes_per_s
+    return weights if gained >= even * (1 + LEAST_GAIN) else ()
+
+
+def source_rate(
+    known: Sequence[DirectoryProfile], used: Sequence[DirectoryProfile], model: Path
+) -> float:
+    """Return the rate at which a model's own files are read: they lie on one file system, whatever the states are dealt over.
+
+    Args:
+        known: All directories of a profile, of which one may lie on the file system of the model.
+        used: The directories of a run. If nobody knows the model's drive, it is taken for the fastest of them.
+    """
+    where = _device_number(model)
+    near = [p for p in known if not p.problem and _device_number(Path(p.path)) == where]
+    candidates = [p for p in used if p in near] or near or list(used)
+    return max((place.read_bytes_per_s for place in candidates), default=0.0)
 
 
 def measured_places(

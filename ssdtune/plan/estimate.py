@@ -72,7 +72,7 @@ class Estimate:
                 f"trained   {format_count(self.trained_parameters)} parameters{frozen}",
                 f"drives    {format_disk(self.disk.total)}: {parts or 'nothing'}",
                 f"per step  {format_disk(self.traffic.read_bytes)} read, "
-                f"{format_disk(self.traffic.written_bytes)} written{self._per_parameter()}",
+                f"{format_disk(self.traffic.written_bytes)} written{self._activations()}{self._per_parameter()}",
                 f"wear      {self.wear.text()}",
             ]
         )
@@ -81,6 +81,10 @@ class Estimate:
         """Say how long a checkpoint takes, one line for people."""
         moved = f"{format_disk(self.save.read_bytes)} read, {format_disk(self.save.written_bytes)} written"
         return f"save      {format_time(seconds)} for a checkpoint: {moved}"
+
+    def _activations(self) -> str:
+        size = self.traffic.written.get("activations", 0)
+        return f", {format_disk(size)} of it activations" if size else ""
 
     def _per_parameter(self) -> str:
         if self.frozen_bytes or not self.trained_parameters:

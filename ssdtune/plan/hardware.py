@@ -24,6 +24,7 @@ class Work:
 
     Attributes:
         read_bytes, write_bytes: Between drives and memory.
+        source_bytes: Of `read_bytes`, what comes from the model's own files.
         requests: Transfers of whole states or matrices that this takes, each with its fixed cost.
         h2d_bytes, d2h_bytes: Between host and device.
         flop: On the device.
@@ -36,6 +37,7 @@ class Work:
 
     read_bytes: float = 0
     write_bytes: float = 0
+    source_bytes: float = 0
     requests: float = 0
     h2d_bytes: float = 0
     d2h_bytes: float = 0
@@ -62,6 +64,7 @@ class Hardware:
         ssd_overlap: How far the drives' time and the link's time run side by side, at least 1. With 1 they
             add up; the higher, the nearer the sum is to the longer of both (see `ssd_s`).
         request_s: Fixed seconds of one transfer of a whole state or matrix.
+        source_bytes_per_s: Reading the model's own files, which lie on one of the drives; None for as fast as states.
         dram_bytes_per_s: Memory bandwidth that copies and the optimizer can use together.
         adam_elements_per_s: AdamW with data in memory.
         adam_core_share: Share of the cores that it occupies.
@@ -81,6 +84,7 @@ class Hardware:
     ssd_link_bytes_per_s: float = float("inf")
     ssd_overlap: float = 1.0
     request_s: float = 0.0
+    source_bytes_per_s: float | None = None
     dram_bytes_per_s: float = float("inf")
     adam_elements_per_s: float
     adam_core_share: float = 1.0
@@ -93,7 +97,7 @@ class Hardware:
         problems = [
             f"{name} is {value:g}"
             for name, value in vars(self).items()
-            if name.endswith("_per_s") and not value > 0
+            if name.endswith("_per_s") and value is not None and not value > 0
         ]
         if self.num_drives < 1:
             problems.append(f"num_drives is {self.num_drives}")
@@ -135,6 +139,10 @@ class Hardware:
         if self.computes_on_cpu:
             compute += work.copied_bytes / self.dram_bytes_per_s
         ssd = self.ssd_s(work.read_bytes, work.write_bytes, work.requests)
+        if work.source_bytes and self.source_bytes_per_s:
+            ssd += max(
+                0.0, work.source_bytes / self.source_bytes_per_s - self.ssd_s(work.source_bytes, 0)
+            )
         cores = adam * self.adam_core_share + ssd * self.io_core_share
         seconds = {
             "ssd": ssd,

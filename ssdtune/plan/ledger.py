@@ -34,6 +34,7 @@ MATRICES_PER_BLOCK = 4
 AMOUNTS = (
     "read_bytes",
     "write_bytes",
+    "source_bytes",
     "requests",
     "h2d_bytes",
     "d2h_bytes",
@@ -348,8 +349,13 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
     match operation.kind:
         case Kind.LOAD:
             # Frozen weights come from the model's own files, where nothing is aligned: read aside, then copied.
-            copied = 2 * min(moved, stage.frozen_bytes)
-            return Work(read_bytes=moved, requests=requests if moved else 0, copied_bytes=copied)
+            source = min(moved, stage.frozen_bytes)
+            return Work(
+                read_bytes=moved,
+                source_bytes=source,
+                requests=requests if moved else 0,
+                copied_bytes=2 * source,
+            )
         case Kind.UPLOAD:
             return Work(h2d_bytes=stage.upload_bytes)
         case Kind.FORWARD:

@@ -24,14 +24,18 @@ class DriveLife:
     Attributes:
         used_share: Share of the rated life that is used up; may exceed 1.
         written_bytes: Written in its life.
+        stated_bytes: What its maker lets be written.
     """
 
     used_share: float | None = None
     written_bytes: int | None = None
+    stated_bytes: int | None = None
 
     @property
     def rated_bytes(self) -> int | None:
-        """What the drive must be rated for, by what it tells; None if that cannot be said."""
+        """What the drive is rated for: as stated, or by what it tells; None if that cannot be said."""
+        if self.stated_bytes is not None:
+            return self.stated_bytes
         if self.written_bytes is None or (self.used_share or 0.0) < LEAST_USED_SHARE:
             return None
         return round(self.written_bytes / self.used_share) or None  # type: ignore[operator]
@@ -84,7 +88,8 @@ def rate_drives(
     read = [drive.rated_bytes for drive in drives]
     known = [size for size in read if size is not None]
     if known and len(known) == len(read):
-        return Rating(sum(known), is_read=True, used_share=used)
+        stated = all(drive.stated_bytes is not None for drive in drives)
+        return Rating(sum(known), is_read=not stated, used_share=used)
     return Rating(CONSUMER_RATED_BYTES * num_directories, is_assumed=True, used_share=used)
 
 

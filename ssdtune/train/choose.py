@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from ssdtune.config.schema import Config
 from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.blocks import digest_of
 from ssdtune.hardware.profile import HardwareProfile, Rates
-from ssdtune.hardware.striped import measured_places
+from ssdtune.hardware.striped import measured_places, shares
 from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan, speculative_stages
 from ssdtune.plan.search import LEAST_GAIN, Found, search
 from ssdtune.plan.times import ComputeTimes
 from ssdtune.report.answer import gain_line
-from ssdtune.train.disk import swap_directories, wear_budget_bytes, written_bytes
+from ssdtune.train.disk import (
+    activation_share,
+    swap_directories,
+    wear_budget_bytes,
+    written_bytes,
+)
 from ssdtune.train.forecast import Forecast, Forecaster, model_shape, training_shape
 from ssdtune.train.prepare import (
     Prepared,
@@ -29,6 +35,9 @@ from ssdtune.train.prepare import (
 
 LEAST_SPECULATION_GAIN = 0.05
 """What speculative updates must gain if nothing is clipped: they take room on the drives, and lose if much is clipped."""
+LEAST_SWAP_GAIN = 0.05
+"""What a step must gain for activations to go to SSD if they are all that it writes, as with LoRA; where states are written
+too, a part of it. They wear the drives for time alone: they can be kept in memory or computed again."""
 BEYOND_BUDGET_S = 1e9
 """What a plan is charged that writes more than the wear budget: more than any step takes."""
 
@@ -95,23 +104,29 @@ def choose(
     Raises:
         ConfigError: The profile lacks a rate that is needed.
     """
+    if has_room:
+        prepared = _dealt(prepared, profile, has_room)
     prepared = _divide(prepared, profile, times_of)
     forecaster = _forecaster(prepared, profile, times_of)
-    usual = usual_proportions(prepared.config)
-    step_s = within_wear(prepared, forecaster.step_s)
-    found = search(prepared.parts, prepared.compute, prepared.limits, step_s, usual=usual)
-    if step_s != forecaster.step_s:  # without what plans were charged for their writing
-        found = replace(
-            found,
-            step_s=forecaster.step_s(found.plan),
-            usual_s=forecaster.step_s(prepared.memory),
-        )
+    usual, step_s = usual_proportions(prepared.config), cache(forecaster.step_s)
+    charged_s = within_wear(prepared, step_s)
+    found = search(prepared.parts, prepared.compute, prepared.limits, charged_s, usual=usual)
+    found = replace(found, step_s=step_s(found.plan), usual_s=step_s(prepared.memory))
     if has_room:
-        found = _speculating(prepared, found, forecaster.step_s, has_room)
+        found = _speculating(prepared, found, step_s, has_room)
     better = replace(prepared, memory=found.plan)
     return Chosen(
         better, forecaster.forecast(found.plan), found, tuple(_changes(better, forecaster, found))
     )
+
+
+def _dealt(prepared: Prepared, profile: HardwareProfile, has_room: HasRoom) -> Prepared:
+    """Return the run with its states dealt over the drives by their rates, where that gains and all have room for it."""
+    if not profile.directories:  # only what all reach together is known
+        return prepared
+    places = measured_places(profile.directories, swap_directories(prepared.config))
+    by_rate = replace(prepared, shares=shares(places, profile.together))
+    return by_rate if by_rate.shares and has_room(by_rate) else prepared
 
 
 def _speculating(prepared: Prepared, found: Found, step_s: StepTime, has_room: HasRoom) -> Found:
@@ -129,14 +144,19 @@ def _speculating(prepared: Prepared, found: Found, step_s: StepTime, has_room: H
 
 
 def within_wear(prepared: Prepared, step_s: StepTime) -> StepTime:
-    """Return the time of a step under a plan, so that plans beyond the wear budget come after all that keep it."""
+    """Return the time of a step under a plan, and on top what it is charged for its writing.
+
+    Activations on SSD cost a little, and plans beyond the wear budget come after all that keep it.
+    """
     budget_bytes = wear_budget_bytes(prepared.config)
-    if budget_bytes is None:
-        return step_s
 
     def seconds(plan: MemoryPlan) -> float:
-        share = written_bytes(replace(prepared, memory=plan)) / max(budget_bytes, 1)
-        return step_s(plan) + (BEYOND_BUDGET_S * share if share > 1 else 0.0)
+        would = replace(prepared, memory=plan)
+        charged = step_s(plan) * (1 + LEAST_SWAP_GAIN * activation_share(would))
+        if budget_bytes is None:
+            return charged
+        share = written_bytes(would) / max(budget_bytes, 1)
+        return charged + (BEYOND_BUDGET_S * share if share > 1 else 0.0)
 
     return seconds
 
@@ -206,6 +226,8 @@ def rates_for(prepared: Prepared, profile: HardwareProfile) -> Rates:
         parameters=model_shape(prepared).block_parameters,
         tokens=training.tokens / training.micro_batches,
         directories=swap_directories(prepared.config),
+        shares=prepared.shares,
+        model=prepared.checkpoint.path,
     )
 
 
@@ -228,6 +250,7 @@ def _changes(prepared: Prepared, forecaster: Forecaster, found: Found) -> list[C
     limits = replace(prepared.limits, budget_bytes=2 * prepared.limits.budget_bytes)
 
     def best(compute: ComputeSize, limits: MemoryLimits, step_s: StepTime) -> float | None:
+        step_s = cache(step_s)
         kept = within_wear(replace(prepared, compute=compute), step_s)
         try:
             result = search(
@@ -235,7 +258,7 @@ def _changes(prepared: Prepared, forecaster: Forecaster, found: Found) -> list[C
             )
         except CapacityError:
             return None
-        return result.step_s
+        return step_s(result.plan)
 
     results = {
         "computing twice as fast": forecaster.step_s(

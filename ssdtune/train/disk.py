@@ -16,7 +16,7 @@ from ssdtune.hardware.figures import DirectoryProfile, DriveFacts
 from ssdtune.hardware.place import drives_of
 from ssdtune.io.buffers import aligned_size
 from ssdtune.io.mounts import existing_parent, kind_warning, mount_of
-from ssdtune.plan.budget import RunShape, run_written_bytes
+from ssdtune.plan.budget import RunShape, run_written_bytes, step_traffic
 from ssdtune.plan.estimate import Estimate, estimate
 from ssdtune.plan.wear import DriveLife, Rating, rate_drives
 from ssdtune.store.claim import space_needs
@@ -122,7 +122,7 @@ def plan_disk(
         drives = [drive for path in directories for drive in drives_of(existing_parent(path))]
     shape = _run_shape(prepared, resumed)
     copies = 1 + shape.checkpoints_kept + shape.speculates
-    layout = StoreLayout.build(units, copies, [1.0] * len(directories))
+    layout = StoreLayout.build(units, copies, prepared.shares or [1.0] * len(directories))
     needs = [
         *space_needs(directories, layout),
         Need(output_dir, shape.export_bytes, "tuned weights"),
@@ -160,6 +160,15 @@ def written_bytes(prepared: Prepared) -> int:
     return run_written_bytes(prepared.parts, shape, prepared.memory.resident)
 
 
+def activation_share(prepared: Prepared) -> float:
+    """Return the share of activations in what a step writes, all states included, also those that stay in memory."""
+    if not prepared.memory.input_slots:
+        return 0.0
+    run = _run_shape(prepared, resumed=False)
+    written = step_traffic(prepared.parts, run).written
+    return written["activations"] / max(sum(written.values()), 1)
+
+
 def wear_budget_bytes(config: Config) -> int | None:
     """Return the most that a run may write; None for no limit."""
     return _terabytes(config.io.wear_budget_terabytes)
@@ -184,7 +193,10 @@ def output_folder(config: Config) -> Path:
 
 
 def _rating(config: Config, drives: Sequence[DriveFacts], num_directories: int) -> Rating:
-    lives = {drive.name: DriveLife(drive.wear_share, drive.written_bytes) for drive in drives}
+    lives = {
+        drive.name: DriveLife(drive.wear_share, drive.written_bytes, drive.rated_bytes)
+        for drive in drives
+    }
     given = _terabytes(config.io.rated_terabytes_written)
     return rate_drives(given, list(lives.values()), num_directories)
 

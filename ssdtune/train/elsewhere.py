@@ -1,6 +1,7 @@
 """A machine that isn't this one, as its profile describes it: what a plan takes from there instead of asking the system.
 
 So a plan can be made for a machine before it is bought: its memory, what it computes in, and its drives' free space.
+The profile may be made of a data sheet (`ssdtune.hardware.datasheet`); then nothing was measured, and plans say so.
 The rates are `HardwareProfile.rates`; the plan itself is `ssdtune.train.planning`'s.
 """
 
@@ -13,11 +14,12 @@ from pathlib import Path
 import torch
 
 from ssdtune.errors import CapacityError, ConfigError
+from ssdtune.hardware import datasheet
 from ssdtune.hardware.figures import DirectoryProfile
 from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.plan import device_memory
 from ssdtune.store.space import MARGIN_BYTES, Need
-from ssdtune.units import format_disk, format_memory
+from ssdtune.units import format_disk, format_memory, format_rate
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ def host_budget(profile: HardwareProfile) -> int:
     memory_bytes = profile.machine.get("memory_bytes")
     if not isinstance(memory_bytes, int) or memory_bytes <= 0:
         raise ConfigError(
-            f"the hardware profile does not say how much memory the machine has: machine.memory_bytes is "
+            f"{name_of(profile)} does not say how much memory the machine has: machine.memory_bytes is "
             f"{memory_bytes!r}. Correct it, or set host_memory."
         )
     return int(memory_bytes * MEMORY_SHARE)
@@ -56,7 +58,7 @@ def device_limits(
     card_bytes = profile.machine.get("card_bytes") or wanted
     if not isinstance(card_bytes, int) or card_bytes <= 0:
         raise ConfigError(
-            "the hardware profile does not say how much memory the card has (machine.card_bytes). Make it anew, or "
+            f"{name_of(profile)} does not say how much memory the card has (machine.card_bytes). Make it anew, or "
             "set gpu_memory."
         )
     free_bytes = card_bytes - device_memory.CONTEXT_BYTES
@@ -69,16 +71,24 @@ def compute_dtype(profile: HardwareProfile, wanted: str) -> torch.dtype:
 
     Args:
         wanted: `model.dtype`; "auto" takes bf16 where the machine multiplies it at full speed, else fp16.
+
+    Raises:
+        ConfigError: The card there lacks it.
     """
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if wanted == "auto":
         return names[next((n for n in ("bf16", "fp16") if n in profile.compute_dtypes), "fp32")]
     if wanted not in profile.compute_dtypes:
+        known = " and ".join(profile.compute_dtypes) or "nothing that was measured"
+        if profile.copies:
+            raise ConfigError(
+                f"by {name_of(profile)}, {profile.machine.get('card') or 'the card there'} computes in {known}, not in "
+                f"{wanted}. Use --dtype auto or one of these."
+            )
         logger.warning(
-            "the machine of the hardware profile does not compute in %s at full speed, only in %s.",
-            wanted,
-            " and ".join(profile.compute_dtypes) or "nothing that was measured",
-        )
+            "the machine of %s does not compute in %s at full speed, only in %s.",
+            name_of(profile), wanted, known,
+        )  # fmt: skip
     return names[wanted]
 
 
@@ -99,7 +109,7 @@ def swap_places(profile: HardwareProfile, wanted: Sequence[str]) -> list[Directo
     measured = [place for place in by_path.values() if not place.problem]
     if not measured:
         raise ConfigError(
-            "the hardware profile has no directory with measured drives. Make it anew: ssdtune profile DIR "
+            f"{name_of(profile)} has no directory with measured drives. Make it anew: ssdtune profile DIR "
             "--output FILE"
         )
     return measured
@@ -140,12 +150,37 @@ def check_space(needs: Sequence[Need], places: Sequence[DirectoryProfile]) -> No
 def describe(profile: HardwareProfile) -> str:
     """Return one line that says which machine a plan is for."""
     machine = profile.machine
-    memory = machine.get("memory_bytes")
+    memory, card_bytes = machine.get("memory_bytes"), machine.get("card_bytes")
+    card = str(machine.get("cards") or machine.get("card") or "")
     facts = [
         str(machine.get("cpu", "")),
         f"{machine['cores']} cores" if machine.get("cores") else "",
         format_memory(memory) if isinstance(memory, int) else "",
-        str(machine.get("cards") or machine.get("card") or ""),
+        f"{card} with {format_memory(card_bytes)}"
+        if card and isinstance(card_bytes, int)
+        else card,
+        _drives(profile) if is_sheet(profile) else "",
     ]
     named = ", ".join(fact for fact in facts if fact) or "nothing is said of it"
-    return f"planned for another machine: {named}; measured {profile.measured_at}"
+    source = f"measured {profile.measured_at}"
+    if is_sheet(profile):
+        source = f"by its data sheet ({machine.get('file')}), nothing was measured"
+    return f"planned for another machine: {named}; {source}"
+
+
+def _drives(profile: HardwareProfile) -> str:
+    first, number = profile.directories[0], len(profile.directories)
+    rates = f"{format_rate(first.read_bytes_per_s)} read, {format_rate(first.write_bytes_per_s)} written"
+    return f"{number} drive{'s' * (number != 1)} of {format_disk(first.total_bytes)} ({rates})"
+
+
+def is_sheet(profile: HardwareProfile) -> bool:
+    """Say whether nothing was measured."""
+    return profile.effort == datasheet.EFFORT
+
+
+def name_of(profile: HardwareProfile) -> str:
+    """Return what messages call a profile: by its file, if it came from one."""
+    file = profile.machine.get("file")
+    what = "data sheet" if is_sheet(profile) else "hardware profile"
+    return f"the {what} {file}" if file else f"the {what}"

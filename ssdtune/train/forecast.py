@@ -234,6 +234,7 @@ def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
         d2h_bytes_per_s=rates.d2h_bytes_per_s or infinite,
         drive_read_bytes_per_s=rates.read_bytes_per_s,
         drive_write_bytes_per_s=rates.write_bytes_per_s,
+        source_bytes_per_s=rates.source_read_bytes_per_s or None,
         dram_bytes_per_s=rates.memory_bytes_per_s or infinite,
         adam_elements_per_s=rates.adam_parameters_per_s,
         adam_core_share=rates.adam_core_share,

@@ -10,7 +10,7 @@ import pytest
 
 from ssdtune.errors import ConfigError
 from ssdtune.hardware.figures import DirectoryProfile, DriveFacts, TogetherProfile
-from ssdtune.hardware.striped import StripedRates, measured_places, striped_rates
+from ssdtune.hardware.striped import StripedRates, measured_places, shares, striped_rates
 
 
 def place(path: str, rate: float, **changes: Any) -> DirectoryProfile:
@@ -77,3 +77,26 @@ def test_what_was_not_measured_is_named_with_the_command(tmp_path: Path) -> None
         f"the drives of /proc/sys were not measured, only those of {tmp_path} (/proc: only 1 GB are free). "
         f"Measure all directories of the run together: ssdtune profile {tmp_path} /proc/sys"
     )
+
+
+def test_shares_are_by_rate_where_that_gains() -> None:
+    fast, slow = place("/a", 7e9), place("/b", 1e9)
+    assert shares([fast, slow], together(1e12)) == (4.9e9, 0.7e9)
+    # Whoever has seven eighths of everything and seven times the rate is done at the same time.
+    found = striped_rates([fast, slow], together(1e12), shares([fast, slow], together(1e12)))
+    assert found.read_bytes_per_s == pytest.approx(8e9)
+    # Two directories on one drive share what it gets.
+    twice = [fast, place("/a/b", 7e9, device="/dev/a"), slow]
+    assert shares(twice, together(1e12)) == (2.45e9, 2.45e9, 0.7e9)
+    assert striped_rates(
+        twice, together(1e12), (2.45, 2.45, 0.7)
+    ).read_bytes_per_s == pytest.approx(8e9)
+
+
+def test_shares_are_equal_where_nothing_is_gained() -> None:
+    assert shares([place("/a", 4.1e9), place("/b", 4e9)], together(1e12)) == ()
+    assert (
+        shares([place("/a", 7e9), place("/b", 1e9)], together(1.4e9)) == ()
+    )  # a link that all share
+    assert shares([place("/a", 7e9), place("/b", 0)], together(1e12)) == ()
+    assert shares([place("/a", 7e9)], None) == ()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssdtune.errors import CapacityError, ConfigError
-from ssdtune.hardware.figures import DirectoryProfile
+from ssdtune.hardware.figures import CopyPoint, DirectoryProfile
 from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.store.space import MARGIN_BYTES, Need
 from ssdtune.train import elsewhere
@@ -79,6 +79,16 @@ def test_space_is_that_of_its_drives() -> None:
     assert "1 B are missing" in first
     assert second.startswith("not enough space on /dev/c (/c)") and "1.00 GB are missing" in second
     assert "lora" in second
+
+
+def test_a_card_is_not_asked_for_what_it_lacks() -> None:
+    copy = CopyPoint(device="cuda:0", pinned=True, direction="h2d", bytes_per_s=1e10)
+    known = profile(copies=(copy,), machine={"card": "T4", "file": "t4.json"}, compute_dtypes=("fp32", "fp16"))  # fmt: skip
+    assert elsewhere.compute_dtype(known, "auto") == torch.float16
+    with pytest.raises(
+        ConfigError, match=r"profile t4.json, T4 computes in fp32 and fp16, not in bf16"
+    ):
+        elsewhere.compute_dtype(known, "bf16")
 
 
 def test_which_machine_a_plan_is_for() -> None:

@@ -149,7 +149,43 @@ def test_a_bad_profile_is_one_message(
     assert main(["plan", str(folder / "model"), "--hardware", str(path), "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
-    assert message in err
+    assert message in err and str(path) in err
+
+
+def test_the_command_plans_for_the_machine_of_a_data_sheet_and_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A device that this machine may lack: nothing is computed here.
+    flags = ["plan", str(folder / "model"), "--hardware", "rtx-4090", "--device", "cuda", "--max-length", "32"]  # fmt: skip
+    assert main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rates_from"] == "data sheet"
+    assert found["memory"]["budget_bytes"] == int(64 * GIB * 0.9)
+    assert 22 * GIB < found["memory"]["device_budget_bytes"] < 24 * GIB
+    wear = found["estimate"]["wear"]
+    assert (wear["rated_bytes"], wear["rated_is_assumed"]) == (2 * 1200 * 10**12, False)
+    assert main(flags) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == (
+        "planned for another machine: PC with a GeForce RTX 4090, 16 cores, 64.0 GiB, GeForce RTX 4090 with 24.0 GiB, "
+        "2 drives of 2.00 TB (6.50 GB/s read, 1.50 GB/s written); by its data sheet (rtx-4090), nothing was measured"
+    )
+    assert last == "It fits."
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--hardware", "rtx4090"], 'no data sheet of a machine "rtx4090", only of '),
+        (["--hardware", "t4", "--dtype", "bf16"], "by the data sheet t4, Tesla T4 computes in fp32 and fp16, not in bf16"),
+    ],
+)  # fmt: skip
+def test_what_no_data_sheet_has_is_one_message(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert main(["plan", str(folder / "model"), *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1
 
 
 def test_a_profile_that_is_missing_or_damaged_is_one_message(
