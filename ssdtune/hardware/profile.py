@@ -29,7 +29,12 @@ from ssdtune.hardware.figures import (
     TogetherProfile,
     decode,
 )
-from ssdtune.hardware.striped import StripedRates, measured_places, striped_rates
+from ssdtune.hardware.striped import (
+    StripedRates,
+    measured_places,
+    source_rate,
+    striped_rates,
+)
 from ssdtune.io.mounts import existing_parent
 from ssdtune.store.durable import write_json_atomic
 
@@ -52,6 +57,7 @@ class Rates:
         forward_flop_per_s, backward_flop_per_s: Of a block, by dtype ("fp32", "bf16"), at the largest
             micro-batch that was measured.
         adam_core_share: Share of the cores that AdamW takes at that rate.
+        source_read_bytes_per_s: Reading the model's own files; 0 if it is not known where they lie.
     """
 
     read_bytes_per_s: float
@@ -67,6 +73,7 @@ class Rates:
     forward_flop_per_s: Mapping[str, float]
     backward_flop_per_s: Mapping[str, float]
     adam_core_share: float = 1.0
+    source_read_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +120,8 @@ class HardwareProfile:
         parameters: int | None = None,
         tokens: float | None = None,
         directories: Sequence[Path] | None = None,
+        shares: Sequence[float] = (),
+        model: Path | None = None,
     ) -> Rates:
         """Return the short form; 0 for what was not measured.
 
@@ -121,11 +130,13 @@ class HardwareProfile:
             parameters: Of a block; otherwise take them from the block nearest in size, by default the largest.
             tokens: Of a micro-batch; between measured sizes rates are interpolated. By default the largest.
             directories: Those that a run deals its states over; by default all that were measured.
+            shares: Relative share that each of these holds; none for equal ones.
+            model: Where the model's own files lie.
 
         Raises:
             ConfigError: The drives of some of these directories were not measured.
         """
-        io, both = self._striped(directories), self.contention
+        io, both = self._striped(directories, shares), self.contention
         fastest = max(self.adam, key=lambda point: point.parameters_per_s, default=None)
         adam = fastest.parameters_per_s if fastest else 0.0
         cores = self.machine.get("cores")
@@ -151,12 +162,20 @@ class HardwareProfile:
             adam_core_share=min(1.0, fastest.threads / cores)
             if fastest and isinstance(cores, int) and cores
             else 1.0,
+            source_read_bytes_per_s=self._source(directories, model),
         )
 
-    def _striped(self, directories: Sequence[Path] | None) -> StripedRates:
+    def _striped(self, directories: Sequence[Path] | None, shares: Sequence[float]) -> StripedRates:
         if directories is None or not self.directories:
             return striped_rates([p for p in self.directories if not p.problem], self.together)
-        return striped_rates(measured_places(self.directories, directories), self.together)
+        places = measured_places(self.directories, directories)
+        return striped_rates(places, self.together, shares)
+
+    def _source(self, directories: Sequence[Path] | None, model: Path | None) -> float:
+        if model is None or not directories or not self.directories:
+            return 0.0
+        used = measured_places(self.directories, directories)
+        return source_rate(self.directories, used, model)
 
     def _copy(self, direction: str) -> float | None:
         return next(

@@ -398,7 +398,8 @@ class _Run:
         prepare_directories([str(path) for path in disk.directories])
         return Store.create(
             disk.directories, disk.units, copies=disk.copies, run_id=uuid.uuid4().hex, backend=backend,
-            output_dir=self.output_dir, check_bytes=self._check_bytes(), direct=direct,
+            output_dir=self.output_dir, weights=disk.layout.weights, check_bytes=self._check_bytes(),
+            direct=direct,
         )  # fmt: skip
 
     def _check_bytes(self) -> int:

@@ -117,6 +117,8 @@ class Prepared:
 
 def prepare(
     config: Config,
+    shares: Sequence[float] = ()
+    """Of each state on each swap directory, relative; none for equal ones."""
     *,
     with_rows: bool = True,
     host_budget_bytes: int | None = None,
@@ -466,8 +468,14 @@ def _feed_forward_size(text: Any, hidden: int) -> int:
     return inner * (getattr(text, "num_experts_per_tok", None) or 1)
 
 
-def summary_lines(prepared: Prepared, swap_bytes: int, directories: Sequence[Path]) -> list[str]:
-    """Return what is about to happen, a few lines for people."""
+def summary_lines(
+    prepared: Prepared, swap_bytes: int, directories: Sequence[Path], processor: str = ""
+) -> list[str]:
+    """Return what is about to happen, a few lines for people.
+
+    Args:
+        processor: What computes on another machine that has no card; by default the device of this one.
+    """
     layout, plan = prepared.layout, prepared.memory
     total = sum(spec.numel for part in layout.parts for spec in part.tensors)
     trained = sum(spec.numel for part in layout.trained_parts for spec in part.tensors)
@@ -478,12 +486,21 @@ def summary_lines(prepared: Prepared, swap_bytes: int, directories: Sequence[Pat
         f"{prepared.checkpoint.name_or_path}: {prepared.built.model.config.model_type}, "
         f"{format_count(total)} parameters in {layout.num_blocks} blocks, {format_count(trained)} trained, "
         f"computed in {str(prepared.dtype).removeprefix('torch.')} on "
-        f"{card.name if card else prepared.device.name}",
+        f"{card.name if card else processor or prepared.device.name}",
         f"host memory: {format_memory(plan.host_bytes)} planned of {format_memory(plan.budget_bytes)}; "
         f"{len(streamed)} of {len(streamed) + kept} parts streamed, {_gradients_text(plan)}, "
         f"{_activations_text(plan, layout.num_blocks)}",
         *([_device_text(plan)] if card else []),
-        f"swap space: {format_disk(swap_bytes)} in {', '.join(str(d) for d in directories)}",
+        f"swap space: {format_disk(swap_bytes)} in {', '.join(_places(prepared, directories))}",
+    ]
+
+
+def _places(prepared: Prepared, directories: Sequence[Path]) -> list[str]:
+    if not prepared.shares:
+        return [str(directory) for directory in directories]
+    total = sum(prepared.shares)
+    return [
+        f"{folder} ({share / total:.0%})" for folder, share in zip(directories, prepared.shares)
     ]
 
 
