@@ -109,6 +109,11 @@ class _State:
     wrong: SsdtuneError | None = None
     """A speculative update failed: an error only if it was the right one."""
 
+    def let_go(self) -> None:
+        """Forget what a failed run left: its graphs lead back to the engine by hooks, a circle that Python cannot see."""
+        for left in (self.entries, self.graphs, self.gradients, self.hidden, self.inputs):
+            left.clear()
+
 
 class Engine:
     """Runs steps and evaluations.
@@ -292,8 +297,12 @@ class Engine:
         return self._state
 
     def _run(self, schedule: Schedule) -> list[Span]:
-        with explained(self.device):
-            return self._lanes.run(schedule, self._execute)
+        try:
+            with explained(self.device):
+                return self._lanes.run(schedule, self._execute)
+        except BaseException:
+            self._state.let_go()
+            raise
 
     def _execute(self, operation: Operation) -> None:
         stage, slot, m = operation.stage, operation.slot, operation.micro_batch

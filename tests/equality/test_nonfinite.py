@@ -6,6 +6,7 @@ certain token is read.
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,9 @@ def test_weights_that_are_not_finite_are_named(folder: Path, settings: dict[str,
     assert message.startswith("step 1: the output of block 1 (model.layers.1) is not finite")
     assert f"weights are not finite themselves: {weight}" in message.replace(".base_layer", "")
     assert "intact copy" in message
+    gc.collect()
+    alive = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    assert not [tensor for tensor in alive if tensor.grad_fn is not None], "graphs are left"
     with pytest.raises(MismatchError, match=r"is not finite .*: the output of block 1 .*down_proj"):
         run(folder, "compared", verify=True, **settings)
 
