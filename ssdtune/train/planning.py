@@ -12,16 +12,19 @@ from typing import Any
 
 from ssdtune.config.schema import Config
 from ssdtune.errors import CapacityError, ConfigError
+from ssdtune.hardware import datasheet
 from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.plan.estimate import Estimate, RunCost, run_cost, save_s
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.report.answer import step_line
 from ssdtune.train import elsewhere
-from ssdtune.train.choose import Chosen, choose
-from ssdtune.train.disk import has_room, output_folder, plan_disk, swap_directories
+from ssdtune.train.choose import Chosen, choose, rates_for
+from ssdtune.train.disk import has_room, output_folder, plan_disk
 from ssdtune.train.forecast import Forecast, training_shape
 from ssdtune.train.prepare import Prepared, prepare, summary_lines
 from ssdtune.train.rehearsed import times_of
+
+UNMEASURED = "basis     data sheets and assumed efficiencies: nothing of this was measured"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class RunPlan:
         step: What a step learns; None if the memory is too small for any plan.
         save_s: Seconds that a checkpoint takes; None without measured rates.
         no_time: Why no time is given; empty if it is.
+        rates_from: What the times rest on, "measured" or "data sheet"; empty if none is given.
         place_warnings: What a user should know about the directories that hold the states.
     """
 
@@ -66,6 +70,7 @@ class RunPlan:
     step: Step | None = None
     save_s: float | None = None
     no_time: str = ""
+    rates_from: str = ""
     place_warnings: tuple[str, ...] = ()
 
     @property
@@ -92,6 +97,7 @@ class RunPlan:
             "step": asdict(self.step) if self.step else None,
             "save_s": self.save_s,
             "no_time": self.no_time,
+            "rates_from": self.rates_from,
             "place_warnings": list(self.place_warnings),
         }
 
@@ -118,7 +124,10 @@ class RunPlan:
             return [f"time      not known: {self.no_time}"]
         if not self.chosen:
             return []
-        lines = [self.chosen.forecast.text(), self.chosen.text()]
+        lines = [self.chosen.forecast.text()]
+        if self.rates_from == datasheet.EFFORT:
+            lines.append(UNMEASURED)
+        lines.append(self.chosen.text())
         if self.save_s is not None and self.estimate:
             lines.append(self.estimate.save_text(self.save_s))
         return lines
@@ -158,7 +167,8 @@ def plan(
             chosen, no_time = choose(prepared, hardware, times_of=times, has_room=room), ""
         except ConfigError as error:
             if there:
-                raise
+                file = there.machine.get("file")
+                raise ConfigError(f"{file}: {error}" if file else str(error)) from error
             no_time = str(error)
     prepared = chosen.prepared if chosen else prepared
     disk = plan_disk(prepared, output_folder(config), places=places)
@@ -167,15 +177,17 @@ def plan(
         disk.check_space()
     except CapacityError as error:
         problems = tuple(str(error).splitlines())
-    summary += summary_lines(prepared, disk.layout.total_bytes, disk.directories)
+    device = str(there.machine.get("cpu", "")) if there else ""
+    summary += summary_lines(prepared, disk.layout.total_bytes, disk.directories, device)
     if prepared.rows is None:
         summary.append(
             "no train_file: the figures are those of rows as long as max_length, and of "
             + (f"{config.training.max_steps} steps" if config.training.max_steps else "one step")
         )
     training, shape = prepared.config.training, training_shape(prepared)
-    rates = hardware.rates(directories=swap_directories(config)) if hardware and chosen else None
+    rates = rates_for(prepared, hardware) if hardware and chosen else None
     io = (rates.read_bytes_per_s, rates.write_bytes_per_s) if rates else (0.0, 0.0)
+    rates_from = datasheet.EFFORT if there and elsewhere.is_sheet(there) else "measured"
     return RunPlan(
         problems,
         tuple(summary),
@@ -187,6 +199,7 @@ def plan(
         Step(training.per_device_train_batch_size, shape.micro_batches, shape.tokens),
         save_s(disk.estimate.save, *io) if rates else None,
         no_time,
+        rates_from if chosen else "",
         disk.warnings,
     )
 
@@ -195,6 +208,8 @@ def _prepare(config: Config, there: HardwareProfile | None) -> Prepared:
     with_rows = bool(config.data.train_file)
     if there is None:
         return prepare(config, with_rows=with_rows)
+    # Nothing is computed here, and this machine may lack the device that the settings name.
+    config = replace(config, memory=replace(config.memory, device="cpu"))
     budget = config.memory.host_memory or elsewhere.host_budget(there)
     dtype = elsewhere.compute_dtype(there, config.model.dtype)
     return prepare(
