@@ -166,6 +166,13 @@ def refuse_unsuitable(file: Path, config: Any) -> None:
             raise UnsupportedModelError(
                 f"{file}: {key} is {size!r}; it must be a whole number from 1 to {largest:.0e}."
             )
+    heads, shared = (
+        getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads")
+    )
+    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
+        raise UnsupportedModelError(
+            f"{file}: num_attention_heads is {heads}, which is no multiple of num_key_value_heads, {shared}."
+        )
     # Encoders are built as language models too, but their tokens see those that they should predict.
     if getattr(config, "is_decoder", True) is False and not name.startswith("gpt_"):
         reasons.append("its tokens see later ones (is_decoder is false): it is an encoder")

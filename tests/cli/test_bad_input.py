@@ -56,6 +56,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no-blocks": ({"num_hidden_layers": -1}, ["config.json: num_hidden_layers is -1", "from 1"]),
     "size-as-text": ({"hidden_size": "768"}, ["hidden_size", "'768'"]),
     "heads-as-text": ({"num_attention_heads": "4"}, ["transformers cannot build this"]),
+    "shared-heads": ({"num_key_value_heads": 3}, ["no multiple of num_key_value_heads, 3"]),
     "no-type": ({"model_type": 3}, ["config.json", "model_type"]),
 }
 
