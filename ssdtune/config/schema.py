@@ -198,9 +198,10 @@ class MemoryConfig:
     )
     recompute: str = setting(
         "auto",
-        "run blocks again in the backward pass from their input (gradient checkpointing), so that only inputs "
-        "wait, or let all they need wait; auto takes what is fastest and finds room",
-        choices=("auto", "always", "never"),
+        "always: run blocks again in the backward pass, so that only their inputs wait (gradient checkpointing); "
+        "cheap: all but matrix products and attention, whose results wait; never: all that backward needs waits; "
+        "auto: for each block what is fastest and finds room",
+        choices=("auto", "always", "cheap", "never"),
     )
     compute_threads: int | None = setting(None, "threads of torch's CPU kernels", low=1)
 

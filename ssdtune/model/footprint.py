@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ssdtune.model.blocks import BlockModel, Call, Entry
 from ssdtune.model.layout import Part
+from ssdtune.model.products import product_bytes, recorded
 from ssdtune.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Footprint:
 
     Attributes:
         kept_bytes: What a block keeps for its backward pass, its input included: the one that keeps most.
+        products_bytes: The same if it keeps only its input and what is dear (`ssdtune.model.products`).
         block_bytes: The most that is alive while a block is run again and backward, besides its weights, its input and
             the gradient that comes in.
         entry_bytes: What stays until the end of a step: rows of the embedding and what blocks are called with (masks,
@@ -41,6 +43,7 @@ class Footprint:
     """
 
     kept_bytes: int
+    products_bytes: int
     block_bytes: int
     entry_bytes: int
 
@@ -77,8 +80,9 @@ def footprint(
     vocab_size = blocks.model.config.get_text_config().vocab_size
     rows = min(sequences * length, vocab_size) * hidden.shape[-1] * hidden.dtype.itemsize
     return Footprint(
-        kept_bytes=max(kept for kept, _ in found),
-        block_bytes=max(peak for _, peak in found),
+        kept_bytes=max(kept for kept, _, _ in found),
+        products_bytes=max(products for _, products, _ in found),
+        block_bytes=max(peak for _, _, peak in found),
         entry_bytes=rows + sum(stays.values()),
     )
 
@@ -131,8 +135,10 @@ class _Alive(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self._bytes)
 
 
-def _block(blocks: BlockModel, number: int, call: Call, hidden: torch.Tensor) -> tuple[int, int]:
-    """Return what a block keeps, and its peak."""
+def _block(
+    blocks: BlockModel, number: int, call: Call, hidden: torch.Tensor
+) -> tuple[int, int, int]:
+    """Return what a block keeps, what of it are products and its input, and its peak."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         call = Call(*tree_map_only(torch.Tensor, fake.from_tensor, (call.args, call.kwargs)))
         weights = _weights(blocks, blocks.layout.stages[f"block.{number}"].parts)
@@ -151,7 +157,10 @@ def _block(blocks: BlockModel, number: int, call: Call, hidden: torch.Tensor) ->
             output = blocks.run_block(number, weights, call, leaf)
             kept = sum(saved.values())
             torch.autograd.backward(output, gradient)
-        return kept, alive.peak_bytes
+        with recorded(hidden.shape[-1]) as products:
+            blocks.run_block(number, weights, call, leaf)
+        dear = product_bytes(products) + leaf.untyped_storage().nbytes()
+        return kept, dear, alive.peak_bytes
 
 
 def _weights(blocks: BlockModel, parts: Sequence[Part]) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ class RunShape:
     Attributes:
         num_blocks: Blocks of the model; of these `num_kept` keep their activations, and need no input, and
             `num_swapped` let them go to SSD.
-        kept_bytes: One block's activations for one micro-batch.
+        swapped_bytes: What goes to SSD of all these for one micro-batch.
         num_micro_batches: Micro-batches of a step.
         input_bytes: One block's input for one micro-batch: sequences × length × hidden size × element.
         step_inputs_bytes: One block's inputs for all micro-batches of a mean step; None for the longest.
@@ -53,7 +53,7 @@ class RunShape:
     num_blocks: int = 0
     num_kept: int = 0
     num_swapped: int = 0
-    kept_bytes: int = 0
+    swapped_bytes: int = 0
     num_micro_batches: int = 1
     input_bytes: int = 0
     step_inputs_bytes: int | None = None
@@ -246,7 +246,7 @@ def _gradient_bytes(parts: Sequence[PartSize], stages: Collection[str]) -> int:
 
 
 def _inputs_bytes(run: RunShape, num_blocks: int) -> int:
-    size = run.num_swapped * extent_bytes(run.kept_bytes)
+    size = run.swapped_bytes
     if run.inputs_on_ssd:
         size += (num_blocks - run.num_swapped) * extent_bytes(run.input_bytes)
     return size * run.num_micro_batches

@@ -92,15 +92,14 @@ def device_bytes(
     blocks = len({part.stage for part in parts if part.stage.startswith("block.")})
     micro_batches, hidden = compute.num_micro_batches, compute.input_bytes
     slots = slot_bytes(parts, compute, plan)
-    again = blocks - len(plan.kept) - len(plan.swapped)
-    stay = len(plan.swapped) + (again if plan.inputs_stay or not plan.input_slots else 0)
+    stay = plan.staying_inputs(blocks)
     leaving = plan.input_slots * plan.input_slot_bytes(compute)
     moving = {
         # hidden states of all micro-batches going forward, their gradients coming back
         "compute": max(compute.block_bytes, compute.head_bytes)
         + micro_batches * (compute.entry_bytes + 2 * hidden),
         "block inputs": stay * micro_batches * hidden,
-        "kept activations": len(plan.kept) * micro_batches * compute.kept_bytes,
+        "kept activations": micro_batches * plan.held_bytes(compute),
         "on their way to the host": leaving,
     }
     moving["block inputs"] += slots.pop("block inputs")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ssdtune.plan.schedule import Kind, Lane, Schedule
+from ssdtune.plan.schedule import Keeps, Kind, Lane, Schedule
 
 OUTER, EMBED, HEAD = "outer", "embed", "head"
 
@@ -95,8 +95,9 @@ class StepShape:
         input_slots: Slots for block inputs and activations on their way to or from SSD; 0 keeps all in memory.
         inputs_stay: Inputs stay in memory all the same; the slots are for activations.
         chunk_slots: Slots for pieces of optimizer states: read ahead, computed, being written.
-        kept: Blocks that keep all that their backward pass needs; `swapped` ones let it go to SSD and back; the
+        kept: Blocks that keep what their backward pass needs; `swapped` ones let it go to SSD and back; the
             others are run again from their input.
+        partly: Those of `kept` and `swapped` that keep only their input and the results of matrix products and attention.
         deferred: Stages whose update waits for the next step (see `pending`): all of them if gradients are
             clipped by the norm of all. Others are updated as soon as their gradient is complete.
         speculative: Deferred stages that are updated as soon as their gradient is complete all the same, as if it were
@@ -104,7 +105,8 @@ class StepShape:
         pending: The previous step's deferred updates are still to be made: each before its stage is loaded; except
             those of `settled` stages, for which the previous step was right to speculate.
         gradients_on_ssd: Deferred stages whose gradient waits on SSD, not in memory.
-        input_bytes: One block's input of one micro-batch; `kept_bytes` all that its backward pass needs.
+        input_bytes: One block's input of one micro-batch; `products_bytes` with results of its products;
+            `kept_bytes` all that its backward pass needs.
     """
 
     num_blocks: int
@@ -119,12 +121,14 @@ class StepShape:
     inputs_stay: bool = False
     kept: frozenset[str] = frozenset()
     swapped: frozenset[str] = frozenset()
+    partly: frozenset[str] = frozenset()
     deferred: frozenset[str] = frozenset()
     speculative: frozenset[str] = frozenset()
     pending: bool = False
     settled: frozenset[str] = frozenset()
     gradients_on_ssd: frozenset[str] = frozenset()
     input_bytes: int = 0
+    products_bytes: int = 0
     kept_bytes: int = 0
 
     def moves(self, block: str) -> bool:
@@ -132,6 +136,22 @@ class StepShape:
         return self.input_slots > 0 and (
             block in self.swapped or (block not in self.kept and not self.inputs_stay)
         )
+
+    def keeps(self, block: str) -> Keeps:
+        """Return what a block keeps for its backward pass, wherever it waits."""
+        if block not in self.kept and block not in self.swapped:
+            return Keeps.INPUT
+        return Keeps.PRODUCTS if block in self.partly else Keeps.ALL
+
+    def waiting_bytes(self, keeps: Keeps) -> int:
+        """Return what waits of a block for the backward pass of one micro-batch."""
+        match keeps:
+            case Keeps.ALL:
+                return self.kept_bytes
+            case Keeps.PRODUCTS:
+                return self.products_bytes
+            case _:
+                return self.input_bytes
 
     @property
     def owed(self) -> frozenset[str]:
@@ -459,7 +479,7 @@ class _Inputs:
             self.released[slot] = self.saved[stage, micro_batch] = done
 
     def _size(self, stage: str) -> int:
-        return self.shape.kept_bytes if stage in self.shape.swapped else self.shape.input_bytes
+        return self.shape.waiting_bytes(self.shape.keeps(stage))
 
     def load(self, stage: str, micro_batch: int) -> None:
         """Emit the read of the input into the next slot."""
@@ -522,8 +542,9 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
         stage = visit.stage
         weights.emit_until(number, number)
         slot = weights.held[number]
-        kept = training and stage in shape.kept | shape.swapped and stage in goes_back
-        moves = training and shape.moves(stage) and stage in goes_back
+        returns = training and stage in goes_back
+        keeps = shape.keeps(stage) if returns else Keeps.INPUT
+        moves = returns and shape.moves(stage)
         if visit.kind == Kind.BACKWARD and moves:
             for m in micro_batches[: shape.input_slots]:
                 inputs.load(stage, m)
@@ -538,7 +559,7 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
                 place = inputs.take() if moves else ""
                 last = add(
                     Lane.COMPUTE, visit.kind, stage, after=(*ready, inputs.released.get(place)),
-                    micro_batch=m, input_slot=place, kept=kept,
+                    micro_batch=m, input_slot=place, keeps=keeps,
                 )  # fmt: skip
                 inputs.save(stage, m, place, last)
             elif visit.kind == Kind.BACKWARD:
@@ -547,7 +568,7 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
                 loaded, place = inputs.loaded.get((stage, m), (None, ""))
                 last = add(
                     Lane.COMPUTE, visit.kind, stage, after=(*ready, loaded, *gradients.free(stage)),
-                    micro_batch=m, slot=gradients.slot(stage), input_slot=place, kept=kept,
+                    micro_batch=m, slot=gradients.slot(stage), input_slot=place, keeps=keeps,
                 )  # fmt: skip
                 if place:
                     inputs.released[place] = last

@@ -23,9 +23,11 @@ from ssdtune.plan.generate import (
     gradient_slot,
 )
 from ssdtune.plan.hardware import Work
-from ssdtune.plan.schedule import Kind, Operation, Schedule
+from ssdtune.plan.schedule import Keeps, Kind, Operation, Schedule
 from ssdtune.plan.times import ComputeTimes
 
+REST_SHARE = 0.1
+"""Time of what is neither matrix product nor attention in units of a block's forward pass."""
 ADAM_DRAM_BYTES = 28
 """Host memory traffic of AdamW per element: master and moments in and out (24), gradient in (4)."""
 MATRICES_PER_BLOCK = 4
@@ -117,6 +119,7 @@ class TrainingShape:
         skips_last_matrix: Recomputation ends before the block's last matrix product, whose result nobody needs.
         backward_slowness: Time of a FLOP of backward in units of one of forward.
         activation_bytes: What blocks keep in a step if they aren't run again, where that was counted.
+        product_bytes: The same if they keep only their input and the results of matrix products and attention.
     """
 
     tokens: int
@@ -131,6 +134,7 @@ class TrainingShape:
     skips_last_matrix: bool = False
     backward_slowness: float = 1.0
     activation_bytes: float | None = None
+    product_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,12 @@ class Ledger:
         """
         counted = self.training.activation_bytes
         return 16 * self.input_bytes if counted is None else counted
+
+    @property
+    def all_product_bytes(self) -> float:
+        """What of that are inputs, matrix products and attention: 11 hidden states."""
+        counted = self.training.product_bytes
+        return 11 * self.input_bytes if counted is None else counted
 
     @property
     def swap_bytes(self) -> float:
@@ -228,22 +238,30 @@ class Ledger:
             write_bytes=self.training.swap_to_ssd_bytes / blocks,
         )
 
-    def kept_bytes(self, all_of_them: bool, share: float) -> int:
-        """Return what waits for the backward pass of one block and a share of the tokens: its input, or all."""
-        whole = self.all_activation_bytes if all_of_them else self.input_bytes
+    def kept_bytes(self, keeps: Keeps, share: float) -> int:
+        """Return what waits for the backward pass of one block and a share of the tokens."""
+        match keeps:
+            case Keeps.ALL:
+                whole = self.all_activation_bytes
+            case Keeps.PRODUCTS:
+                whole = self.all_product_bytes
+            case _:
+                whole = self.input_bytes
         return int(whole / self.model.num_blocks * share)
 
-    def backward(self, *, recompute: bool = True) -> Work:
+    def backward(self, keeps: Keeps = Keeps.INPUT) -> Work:
         """Return one block's backward pass for all tokens, swapped activations included.
 
         FLOP are those of forward that take as long.
 
         Args:
-            recompute: What was not kept is computed again.
+            keeps: What of a block is not computed again.
         """
         blocks = self.model.num_blocks
         share = self.backward_share * self.training.backward_slowness
-        share += self.recompute_share if recompute else 0.0
+        share += {Keeps.INPUT: self.recompute_share, Keeps.PRODUCTS: REST_SHARE, Keeps.ALL: 0.0}[
+            keeps
+        ]
         return Work(
             flop=share * self.block_forward_flop,
             h2d_bytes=self.swap_bytes / blocks,
@@ -321,7 +339,7 @@ def work_of(
     found = []
     for op in schedule.operations:
         key = (
-            op.kind, alike[op.stage], op.num_bytes, op.num_elements, op.micro_batch > 0, op.kept,
+            op.kind, alike[op.stage], op.num_bytes, op.num_elements, op.micro_batch > 0, op.keeps,
             op.with_weights, op.input_slot == "", op.gradient_slot == "",
         )  # fmt: skip
         if key not in known:
@@ -336,7 +354,9 @@ def _timed(work: Work, operation: Operation, shape: StepShape, ledger: Ledger) -
     if seconds is None:
         return work
     # What leaves for SSD is copied besides.
-    leaves = 2 * shape.kept_bytes if operation.kept and operation.input_slot else 0
+    leaves = 0
+    if operation.keeps != Keeps.INPUT and operation.input_slot:
+        leaves = 2 * shape.waiting_bytes(operation.keeps)
     return replace(work, flop=0, compute_s=seconds, copied_bytes=leaves)
 
 
@@ -362,16 +382,16 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
             held = (
                 ()
                 if operation.input_slot
-                else (("host", ledger.kept_bytes(operation.kept, micro)),)
+                else (("host", ledger.kept_bytes(operation.keeps, micro)),)
             )
             return replace(scaled(ledger.forward(), micro), acquires_bytes=held)
         case Kind.BACKWARD:
             held = (
                 ()
                 if operation.input_slot
-                else (("host", ledger.kept_bytes(operation.kept, micro)),)
+                else (("host", ledger.kept_bytes(operation.keeps, micro)),)
             )
-            work = ledger.backward(recompute=not operation.kept)
+            work = ledger.backward(operation.keeps)
             added = _added_bytes(operation, stage, training)
             return replace(scaled(work, micro), releases_bytes=held, copied_bytes=added)
         case Kind.SAVE_INPUT:

@@ -8,7 +8,7 @@ their backward pass. `ssdtune.plan.search` tries other proportions on the simula
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -132,6 +132,7 @@ class ComputeSize:
         num_micro_batches: Micro-batches of a step.
         entry_bytes: What the embedding's graph and the recorded arguments of one micro-batch keep.
         kept_bytes: What a block keeps for the backward pass of one micro-batch if it isn't run again.
+        products_bytes: The same if only matrix products and attention aren't computed again, its input included; 0 if unknown.
         gap_bytes, kept_gap_bytes: Where memory of freed tensors stays with the process, what it takes more than is in use
             at once: in any step, and for each block and micro-batch that keeps its activations.
     """
@@ -142,8 +143,14 @@ class ComputeSize:
     num_micro_batches: int
     entry_bytes: int
     kept_bytes: int = 0
+    products_bytes: int = 0
     gap_bytes: int = 0
     kept_gap_bytes: int = 0
+
+    @property
+    def saves_partly(self) -> bool:
+        """Say whether keeping only results of products takes less memory than keeping all."""
+        return 0 < self.products_bytes < self.kept_bytes
 
 
 @dataclass(frozen=True)
@@ -156,8 +163,10 @@ class MemoryPlan:
         gradients_on_ssd: Deferred stages whose gradient waits on SSD; the others' wait in memory.
         speculative: Deferred stages that are updated at once all the same, beside their live version, as if nothing
             were clipped.
-        kept: Blocks that keep all that their backward pass needs; `swapped` ones let it go to SSD and back; the
+        kept: Blocks that keep what their backward pass needs; `swapped` ones let it go to SSD and back; the
             others are run again from their input.
+        partly: Those of `kept` and `swapped` that keep only their input and the results of matrix products and attention,
+            from which the rest is made again; the others keep all.
         block_slots: Weight slots for blocks; `gradient_slots` those for gradients that don't wait in memory.
         input_slots: Slots through which block inputs and activations go to SSD and back; 0 if none do.
         inputs_stay: Block inputs stay in memory all the same; the slots are for activations.
@@ -177,6 +186,7 @@ class MemoryPlan:
     gradients_on_ssd: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     swapped: frozenset[str] = frozenset()
+    partly: frozenset[str] = frozenset()
     speculative: frozenset[str] = frozenset()
     block_slots: int = 3
     gradient_slots: int = 2
@@ -215,19 +225,34 @@ class MemoryPlan:
 
     def input_slot_bytes(self, compute: ComputeSize) -> int:
         """Return the size of a slot for block inputs and activations."""
-        return compute.kept_bytes if self.swapped else compute.input_bytes
+        whole = compute.kept_bytes if self.swapped - self.partly else 0
+        partly = compute.products_bytes if self.swapped & self.partly else 0
+        return max(whole, partly, compute.input_bytes)
+
+    def held_bytes(self, compute: ComputeSize) -> int:
+        """Return what blocks keep in memory for the backward pass of one micro-batch, besides inputs."""
+        partly = len(self.kept & self.partly)
+        return (len(self.kept) - partly) * compute.kept_bytes + partly * compute.products_bytes
+
+    def staying_inputs(self, num_blocks: int) -> int:
+        """Return the number of blocks whose input stays in memory."""
+        again = num_blocks - len(self.kept) - len(self.swapped)
+        # What comes out of a block whose graph is there stays, and so does its input, though its activations leave.
+        graphs = len(self.swapped - self.partly)
+        return graphs + (again if self.inputs_stay or not self.input_slots else 0)
 
     def moved_bytes(self, block: str, compute: ComputeSize) -> int:
         """Return what of a block goes to SSD for one micro-batch: its activations, its input, or nothing."""
         if block in self.swapped:
-            return compute.kept_bytes
+            return compute.products_bytes if block in self.partly else compute.kept_bytes
         stays = not self.input_slots or self.inputs_stay or block in self.kept
         return 0 if stays else compute.input_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         sets = (
-            "resident", "deferred", "gradients_on_ssd", "kept", "swapped", "speculative", "straight",
+            "resident", "deferred", "gradients_on_ssd", "kept", "swapped", "partly", "speculative",
+            "straight",
         )  # fmt: skip
         plain = {name: sorted(getattr(self, name)) for name in sets}
         return {
@@ -240,9 +265,10 @@ class Proportions:
     """What takes its share of the memory before the rest is filled by preference.
 
     Attributes:
-        kept_blocks: Blocks, the last ones, that keep what their backward pass needs; None for those that find
-            room in the end.
-        swapped_blocks: Blocks, the first ones, that let it go to SSD and back.
+        kept_blocks: Blocks, the last ones, that keep all that their backward pass needs; None for those that find
+            room in the end, at least for the results of their products.
+        partly_blocks: Blocks before these that keep only results of products.
+        swapped_blocks: Blocks, the first ones, that let results of products go to SSD and back; `swapped_whole` all.
         input_slots: Slots for what goes to SSD and back.
         block_slots, chunk_slots: At most; fewer if memory is short.
         deferred_stages: Without clipping, so many stages, the first ones of a step, are updated in the next step.
@@ -253,7 +279,9 @@ class Proportions:
     """
 
     kept_blocks: int | None = None
+    partly_blocks: int = 0
     swapped_blocks: int = 0
+    swapped_whole: bool = False
     input_slots: int = 2
     block_slots: int = 3
     chunk_slots: int = CHUNK_SLOTS
@@ -275,7 +303,7 @@ class MemoryLimits:
         chunk_bytes: Bytes of an fp32 state that the optimizer works on at once; None leaves it open.
         clipping: Gradients must wait for the global norm.
         activations: Where block inputs wait: "auto", "host" or "ssd".
-        recompute: Whether blocks are run again in backward: "auto", "always" or "never".
+        recompute: Whether blocks are run again in backward: "auto", "always", "never", or "cheap", all but their products.
         device: What may be taken of a card; None on a CPU, whose memory is the host's.
         device_io: The I/O backend moves bytes between drives and the card's memory.
     """
@@ -351,12 +379,13 @@ class _Planner:
             self.trained if limits.clipping else self.trained[: wanted.deferred_stages]
         )
         every, none = frozenset(self.blocks), frozenset[str]()
-        never, on_ssd = limits.recompute == "never", limits.activations == "ssd"
-        stay = limits.activations == "host" or (never and not on_ssd)
+        keeps, on_ssd = limits.recompute in ("cheap", "never"), limits.activations == "ssd"
+        stay = limits.activations == "host" or (keeps and not on_ssd)
         plan = MemoryPlan(
             none, deferred, deferred,
-            kept=every if never and not on_ssd else none,
-            swapped=every if never and on_ssd else none,
+            kept=every if keeps and not on_ssd else none,
+            swapped=every if keeps and on_ssd else none,
+            partly=every if limits.recompute == "cheap" else none,
             input_slots=0 if stay else wanted.input_slots,
             chunk_bytes=limits.chunk_bytes or wanted.chunk_bytes, budget_bytes=limits.budget_bytes,
             device_budget_bytes=limits.device.budget_bytes if limits.device else 0,
@@ -375,8 +404,12 @@ class _Planner:
             return self._priced(plan)
         if self._may_keep:
             if limits.activations == "auto":
-                plan = self._if_fits(plan, swapped=frozenset(self.blocks[: wanted.swapped_blocks]))
+                first = frozenset(self.blocks[: wanted.swapped_blocks])
+                whole = wanted.swapped_whole or not self.compute.saves_partly
+                partly = none if whole else first
+                plan = self._if_fits(plan, swapped=first, partly=partly)
             plan = self._keep(plan, wanted.kept_blocks or 0)
+            plan = self._keep_partly(plan, wanted.partly_blocks)
         if limits.activations == "auto" and not wanted.inputs_on_ssd:
             if plan.swapped:
                 plan = self._if_fits(plan, inputs_stay=True)
@@ -400,6 +433,7 @@ class _Planner:
                 wider = self._if_fits(plan, resident=plan.resident | {part.name})
                 plan, refused = wider, [*refused, alike] if wider is plan else []
         if wanted.kept_blocks is None and self._may_keep:
+            plan = self._keep_partly(plan, len(self.blocks))
             plan = self._keep(plan, len(self.blocks))
         return self._priced(plan)
 
@@ -426,12 +460,30 @@ class _Planner:
 
     def _keep(self, plan: MemoryPlan, count: int) -> MemoryPlan:
         """Let the last blocks keep their activations, as many as fit: they hold them for the shortest time."""
-        low, high = 0, min(count, len(self.blocks) - len(plan.swapped))
+
+        def keeping(number: int) -> MemoryPlan:
+            last = self.blocks[len(self.blocks) - number :]
+            return replace(plan, kept=plan.kept.union(last), partly=plan.partly.difference(last))
+
+        return self._most(min(count, len(self.blocks) - len(plan.swapped)), keeping)
+
+    def _keep_partly(self, plan: MemoryPlan, count: int) -> MemoryPlan:
+        """Let the blocks before those keep the results of their products, as many as fit."""
+        free = [name for name in self.blocks if name not in plan.kept and name not in plan.swapped]
+
+        def keeping(number: int) -> MemoryPlan:
+            last = free[len(free) - number :]
+            return replace(plan, kept=plan.kept.union(last), partly=plan.partly.union(last))
+
+        return self._most(min(count, len(free)), keeping) if self.compute.saves_partly else plan
+
+    def _most(self, count: int, keeping: Callable[[int], MemoryPlan]) -> MemoryPlan:
+        """Return the plan for the largest number of blocks, up to `count`, that fits."""
+        low, high = 0, count
         while low < high:
             middle = (low + high + 1) // 2
-            wider = replace(plan, kept=frozenset(self.blocks[len(self.blocks) - middle :]))
-            low, high = (middle, high) if self._fits(wider) else (low, middle - 1)
-        return replace(plan, kept=frozenset(self.blocks[len(self.blocks) - low :]))
+            low, high = (middle, high) if self._fits(keeping(middle)) else (low, middle - 1)
+        return keeping(low)
 
     def _if_fits(self, plan: MemoryPlan, **changes: Any) -> MemoryPlan:
         wider = replace(plan, **changes)
@@ -454,7 +506,7 @@ class _Planner:
         # What stays in host memory makes no difference, and that is most of what is tried.
         shape = (
             plan.block_slots, plan.device_gradient_slots, plan.input_slots, plan.inputs_stay, plan.kept,
-            plan.swapped,
+            plan.swapped, plan.partly,
         )  # fmt: skip
         if shape not in self.device_needs:
             self.device_needs[shape] = device_bytes(self.parts, self.compute, plan)
@@ -483,18 +535,14 @@ class _Planner:
             if streamed:
                 numel = min(chunk, streamed[0].numel)
                 chunks.append(chunk_slot_bytes(streamed[0], numel, with_gradient=waits))
-        again = len(self.blocks) - len(plan.kept) - len(plan.swapped)
-        stay = again * compute.num_micro_batches * compute.input_bytes
+        stay = (
+            plan.staying_inputs(len(self.blocks)) * compute.num_micro_batches * compute.input_bytes
+        )
         slots = 0 if plan.device_io else plan.input_slots * plan.input_slot_bytes(compute)
-        # What comes out of a block whose activations go to SSD stays, and so does its input.
-        stay = stay if plan.inputs_stay or not plan.input_slots else 0
-        stay += len(plan.swapped) * compute.num_micro_batches * compute.input_bytes
         computing = max(compute.block_bytes, compute.head_bytes)
         computing += compute.num_micro_batches * (compute.entry_bytes + 2 * compute.input_bytes)
-        kept = len(plan.kept) * compute.num_micro_batches * compute.kept_bytes
-        gaps = (
-            compute.gap_bytes + len(plan.kept) * compute.num_micro_batches * compute.kept_gap_bytes
-        )
+        kept = compute.num_micro_batches * plan.held_bytes(compute)
+        gaps = compute.gap_bytes + kept * compute.kept_gap_bytes // max(1, compute.kept_bytes)
         return {
             "process": self.limits.base_bytes,
             "reserve": self.reserve_bytes,

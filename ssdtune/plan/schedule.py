@@ -37,13 +37,13 @@ class Kind(StrEnum):
     ENTRY_FORWARD = "entry-forward"
     """What the model does before its first block, for one micro-batch."""
     FORWARD = "forward"
-    """One block on one micro-batch; keeps the block's input."""
+    """One block on one micro-batch; keeps the block's input, or more."""
     SAVE_INPUT = "save-input"
     LOAD_INPUT = "load-input"
     LOSS = "loss"
     """Final norm, head and loss, forward and (in training) backward."""
     BACKWARD = "backward"
-    """One block on one micro-batch: forward again with gradients, then backward."""
+    """One block on one micro-batch: forward again with gradients as far as it is not kept, then backward."""
     ENTRY_BACKWARD = "entry-backward"
     COLLECT_GRADIENT = "collect-gradient"
     """A stage's gradient is complete: bring it to the host and take its norm."""
@@ -57,6 +57,17 @@ class Kind(StrEnum):
     """AdamW on one piece, its weights in their slot."""
     SAVE_STATES = "save-states"
     """The updated piece, weights and states, to SSD."""
+
+
+class Keeps(StrEnum):
+    """What a block keeps of its forward pass for its backward pass, so that it needn't be computed again."""
+
+    INPUT = "input"
+    """Its input: it is run again whole."""
+    PRODUCTS = "products"
+    """Its input and the results of matrix products and attention: the rest is made again."""
+    ALL = "all"
+    """All that its backward pass needs: it isn't run again."""
 
 
 class Operation(NamedTuple):
@@ -74,7 +85,7 @@ class Operation(NamedTuple):
             LOAD_STATES: also the weights, which are in the slot already after a backward pass.
         speculative: LOAD_STATES, UPDATE, SAVE_STATES: before it is known whether gradients are clipped, as if they were
             not; what is written counts only once that turns out right.
-        kept: FORWARD, BACKWARD: the block keeps all that its backward pass needs, so that it isn't run again.
+        keeps: FORWARD, BACKWARD: what the block keeps for its backward pass.
         after: Indexes of the operations that must be over first.
         num_bytes: Bytes moved between SSD and host.
         num_elements: Elements that an update works on.
@@ -92,7 +103,7 @@ class Operation(NamedTuple):
     gradient_slot: str = ""
     with_weights: bool = True
     speculative: bool = False
-    kept: bool = False
+    keeps: Keeps = Keeps.INPUT
     after: tuple[int, ...] = ()
     num_bytes: int = 0
     num_elements: int = 0

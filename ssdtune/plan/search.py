@@ -50,7 +50,9 @@ def choices(parts: Sequence[PartSize], limits: MemoryLimits) -> dict[str, list[A
     blocks = len({part.stage for part in parts if part.stage.startswith("block.")})
     found: dict[str, list[Any]] = {
         "kept_blocks": [None, *_shares(blocks, (0, 0.25, 0.5, 0.75, 1))],
+        "partly_blocks": _shares(blocks, (0, 0.25, 0.5, 0.75, 1)),
         "swapped_blocks": _shares(blocks, (0, 0.25, 0.5, 0.75, 1)),
+        "swapped_whole": [False, True],
         "input_slots": [2, 3, 4],
         "block_slots": [2, 3, 4, 6],
         "chunk_slots": [3, 4, 6, 8, 12],

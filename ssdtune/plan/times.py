@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ssdtune.plan.schedule import Kind, Operation
+from ssdtune.plan.schedule import Keeps, Kind, Operation
 
 COMPUTING = (Kind.ENTRY_FORWARD, Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.ENTRY_BACKWARD)
 
@@ -18,7 +18,7 @@ class ComputeTimes:
     """Seconds of one operation on one micro-batch, with the machine to itself.
 
     Attributes:
-        seconds: By `key`: kind of operation, whether the block keeps its activations, and whether a gradient is
+        seconds: By `key`: kind of operation, what the block keeps, and whether a gradient is
             added to that of an earlier micro-batch.
     """
 
@@ -28,13 +28,16 @@ class ComputeTimes:
         """Return the seconds of an operation; None if it isn't computing, or such a one was not measured."""
         if operation.kind not in COMPUTING:
             return None
-        first = key(operation.kind, kept=operation.kept, later=False)
-        later = key(operation.kind, kept=operation.kept, later=True)
+        first = key(operation.kind, operation.keeps, later=False)
+        later = key(operation.kind, operation.keeps, later=True)
         return self.seconds.get(
             later if operation.micro_batch > 0 else first, self.seconds.get(first)
         )
 
 
-def key(kind: Kind, *, kept: bool, later: bool) -> str:
+_SUFFIXES = {Keeps.INPUT: "", Keeps.PRODUCTS: "+products", Keeps.ALL: "+kept"}
+
+
+def key(kind: Kind, keeps: Keeps = Keeps.INPUT, *, later: bool) -> str:
     """Return the name under which the seconds of such operations are kept."""
-    return kind.value + ("+kept" if kept else "") + ("+added" if later else "")
+    return kind.value + _SUFFIXES[keeps] + ("+added" if later else "")

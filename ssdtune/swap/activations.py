@@ -1,8 +1,9 @@
-"""What autograd saves for a block's backward pass, put where it can wait: in memory, or in a slot on its way to SSD.
+"""What a block keeps for its backward pass, put where it can wait: in memory, or in a slot on its way to SSD.
 
-Weights are never saved as tensors: their slot has other content by the time of the backward pass, so their place in it
-is noted, and looked up in the slot that has them then. The other tensors of a block that goes to SSD are copied, each
-once, one behind the other into a slot, and are views of a slot again when they are back.
+That is what autograd saves (`saved_elsewhere`), or the block's input and what is dear to make again (`Kept`). Weights are
+never saved as tensors: their slot has other content by the time of the backward pass, so their place in it is noted, and
+looked up in the slot that has them then. The other tensors of a block that goes to SSD are copied, each once, one behind
+the other into a slot, and are views of a slot again when they are back.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ssdtune.device.base import Device, Event
+from ssdtune.model.products import Product
 
 ALIGNMENT = 64
 """Bytes to which tensors in a slot are aligned: as torch aligns its own."""
@@ -63,8 +66,10 @@ class Leaving:
     _events: list[Event] = field(default_factory=list)
 
     def put(self, tensor: torch.Tensor) -> _View | None:
-        """Copy what a tensor is a view of, unless that is there; None if there is no room."""
+        """Copy what a tensor is a view of, unless that is there; None if it is small, or there is no room."""
         storage = tensor.untyped_storage()
+        if storage.nbytes() < LEAST_BYTES:
+            return None
         # What was changed in place since is another content. Storages are kept, so that addresses stay theirs.
         key = (storage._cdata, tensor._version)
         if key not in self._placed:
@@ -84,6 +89,37 @@ class Leaving:
         for event in self._events:
             event.wait()
         self._placed.clear()
+
+
+@dataclass
+class Kept:
+    """What a block needs to be run again without its products: in memory, or as places in a slot.
+
+    Attributes:
+        hidden: Its input [B, S, D].
+        products: Results in the order in which they were computed.
+    """
+
+    hidden: Any
+    products: list[Product]
+
+    def leave(self, leaving: Leaving) -> None:
+        """Copy all that has room into a slot, to be waited for by the caller."""
+
+        def left(result: Any) -> Any:
+            view = leaving.put(result) if isinstance(result, torch.Tensor) else None
+            return result if view is None else view
+
+        self._change(left)
+
+    def return_from(self, memory: torch.Tensor) -> None:
+        """Take it back from the bytes of a slot, which must stay as they are until backward is over."""
+        self._change(lambda result: result.of(memory) if isinstance(result, _View) else result)
+
+    def _change(self, function: Callable[[Any], Any]) -> None:
+        self.hidden = function(self.hidden)
+        for product in self.products:
+            product.change(function)
 
 
 @contextmanager
@@ -110,8 +146,7 @@ def saved_elsewhere(
         offset = tensor.data_ptr() - base
         if 0 <= offset < size:
             return _Weight(_View(offset, tensor.dtype, tensor.shape, tensor.stride()))
-        storage = tensor.untyped_storage()
-        if leaving and storage.nbytes() >= LEAST_BYTES and storage._cdata not in shared:
+        if leaving and tensor.untyped_storage()._cdata not in shared:
             view = leaving.put(tensor)
             if view is not None:
                 return _Activation(view)

@@ -238,12 +238,13 @@ def _changes(prepared: Prepared, forecaster: Forecaster, found: Found) -> list[C
     times = ledger.times and replace(
         ledger.times, seconds={name: s / 2 for name, s in ledger.times.seconds.items()}
     )
-    kept = ledger.training.activation_bytes
+    now = ledger.training
     training = replace(
-        ledger.training,
-        tokens=2 * ledger.training.tokens,
-        micro_batches=2 * ledger.training.micro_batches,
-        activation_bytes=kept and 2 * kept,
+        now,
+        tokens=2 * now.tokens,
+        micro_batches=2 * now.micro_batches,
+        activation_bytes=now.activation_bytes and 2 * now.activation_bytes,
+        product_bytes=now.product_bytes and 2 * now.product_bytes,
     )
     larger = replace(ledger, training=training)
     compute = replace(prepared.compute, num_micro_batches=2 * prepared.compute.num_micro_batches)

@@ -16,7 +16,7 @@ from ssdtune.hardware.figures import DirectoryProfile, DriveFacts
 from ssdtune.hardware.place import drives_of
 from ssdtune.io.buffers import aligned_size
 from ssdtune.io.mounts import existing_parent, kind_warning, mount_of
-from ssdtune.plan.budget import RunShape, run_written_bytes, step_traffic
+from ssdtune.plan.budget import RunShape, extent_bytes, run_written_bytes, step_traffic
 from ssdtune.plan.estimate import Estimate, estimate
 from ssdtune.plan.wear import DriveLife, Rating, rate_drives
 from ssdtune.store.claim import space_needs
@@ -224,7 +224,10 @@ def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
         clipped_share=1.0 if training.clipping == "speculative" else MOST_CLIPPED,
         inputs_on_ssd=prepared.memory.input_slots > 0 and not prepared.memory.inputs_stay,
         num_swapped=len(prepared.memory.swapped),
-        kept_bytes=prepared.compute.kept_bytes,
+        swapped_bytes=sum(
+            extent_bytes(prepared.memory.moved_bytes(block, prepared.compute))
+            for block in prepared.memory.swapped
+        ),
         checkpoints_kept=0 if only_at_end and not resumed else training.save_total_limit,
         export_bytes=_export_bytes(prepared),
         num_steps=num_steps,

@@ -19,6 +19,7 @@ from ssdtune.errors import SsdtuneError
 from ssdtune.model.blocks import BlockModel, Entry
 from ssdtune.model.layout import ModelLayout, Part, Stage
 from ssdtune.model.loss import loss_by_chunks
+from ssdtune.model.products import recorded, replayed
 from ssdtune.optim.adamw import sum_of_squares
 from ssdtune.optim.loss_scale import LossScale
 from ssdtune.optim.schedule import clip_coefficient
@@ -34,8 +35,8 @@ from ssdtune.plan.generate import (
     generate_training_step,
 )
 from ssdtune.plan.residency import ComputeSize, MemoryPlan
-from ssdtune.plan.schedule import Kind, Lane, Operation, Schedule
-from ssdtune.swap.activations import saved_elsewhere
+from ssdtune.plan.schedule import Keeps, Kind, Lane, Operation, Schedule
+from ssdtune.swap.activations import Kept, saved_elsewhere
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.states import Precision
 from ssdtune.swap.update import OutOfCoreAdam, PartPiece
@@ -99,6 +100,7 @@ class _State:
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     graphs: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    products: dict[tuple[str, int], Kept] = field(default_factory=dict)
     activations: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     computed: dict[str, Event] = field(default_factory=dict)
     gradient_slots: dict[str, str] = field(default_factory=lambda: {OUTER: OUTER})
@@ -111,7 +113,15 @@ class _State:
 
     def let_go(self) -> None:
         """Forget what a failed run left: its graphs lead back to the engine by hooks, a circle that Python cannot see."""
-        for left in (self.entries, self.graphs, self.gradients, self.hidden, self.inputs):
+        places = (
+            self.entries,
+            self.graphs,
+            self.gradients,
+            self.hidden,
+            self.inputs,
+            self.products,
+        )
+        for left in places:
             left.clear()
 
 
@@ -423,8 +433,11 @@ class Engine:
     def _forward(self, stage: str, m: int, operation: Operation) -> None:
         state, number = self._state, int(stage.partition(".")[2])
         hidden = state.hidden[m]
-        if operation.kept:
+        if operation.keeps == Keeps.ALL:
             self._forward_with_graph(stage, number, m, operation.input_slot)
+            return
+        if operation.keeps == Keeps.PRODUCTS:
+            self._forward_with_products(stage, number, m, operation.input_slot)
             return
         if operation.input_slot:
             self.swap.stage_input(operation.input_slot, hidden)
@@ -454,6 +467,19 @@ class Engine:
         if leaving:
             self.swap.stage_activations(input_slot, leaving)
         state.graphs[stage, m] = (hidden, output)
+        state.hidden[m] = output.detach()
+
+    def _forward_with_products(self, stage: str, number: int, m: int, input_slot: str) -> None:
+        """Run a block such that backward needn't compute its products again; they stay in memory or go to a slot."""
+        state, given = self._state, self._state.hidden[m]
+        with recorded(given.shape[-1]) as products:
+            # As in backward, where gradients are wanted: kernels may be others without.
+            _, output = self._run_block(stage, number, m, given)
+        state.products[stage, m] = kept = Kept(given, products)
+        if input_slot:
+            leaving = self.swap.leaving(input_slot)
+            kept.leave(leaving)
+            self.swap.stage_activations(input_slot, leaving)
         state.hidden[m] = output.detach()
 
     def _run_block(
@@ -493,10 +519,17 @@ class Engine:
     def _backward(self, stage: str, m: int, operation: Operation) -> None:
         state, number = self._state, int(stage.partition(".")[2])
         state.gradient_slots[stage] = operation.slot
-        if operation.kept:
+        if operation.keeps == Keeps.ALL:
             if operation.input_slot:
                 state.activations[stage, m] = self.swap.take_input(operation.input_slot)
             hidden, output = state.graphs.pop((stage, m))
+        elif operation.keeps == Keeps.PRODUCTS:
+            kept = state.products.pop((stage, m))
+            if operation.input_slot:
+                kept.return_from(self.swap.take_input(operation.input_slot))
+            with replayed(kept.products, kept.hidden.shape[-1]):
+                hidden, output = self._run_block(stage, number, m, kept.hidden)
+            del kept  # what backward does not need goes now
         else:
             if operation.input_slot:
                 hidden = self.swap.take_input(operation.input_slot)
@@ -625,11 +658,13 @@ def make_step_shape(
         inputs_stay=plan.inputs_stay,
         chunk_slots=plan.chunk_slots,
         kept=plan.kept,
+        partly=plan.partly,
         deferred=plan.deferred,
         speculative=plan.speculative,
         gradients_on_ssd=plan.gradients_on_ssd,
         input_bytes=compute.input_bytes,
         kept_bytes=compute.kept_bytes,
+        products_bytes=compute.products_bytes,
     )
 
 

@@ -316,6 +316,7 @@ def training_shape(prepared: Prepared) -> TrainingShape:
         if part.trained
         for spec in part.tensors
     )
+    micro_inputs = layout.num_blocks * training.gradient_accumulation_steps
     return TrainingShape(
         tokens=sequences * length,
         sequence=length,
@@ -323,7 +324,6 @@ def training_shape(prepared: Prepared) -> TrainingShape:
         weight_bytes=prepared.dtype.itemsize,
         split_master=prepared.dtype != torch.float32,
         adapter_parameters=trained if prepared.config.method == "lora" else 0,
-        activation_bytes=prepared.compute.kept_bytes
-        * layout.num_blocks
-        * training.gradient_accumulation_steps,
+        activation_bytes=prepared.compute.kept_bytes * micro_inputs,
+        product_bytes=prepared.compute.products_bytes * micro_inputs,
     )

@@ -103,6 +103,8 @@ class Prepared:
     max_length: int
     sizes: Sequence[int]
     """Micro-batches that may be chosen, in sequences; one if the user chose."""
+    shares: Sequence[float] = ()
+    """Of each state on each swap directory, relative; none for equal ones."""
 
     @property
     def precision(self) -> Precision:
@@ -117,8 +119,6 @@ class Prepared:
 
 def prepare(
     config: Config,
-    shares: Sequence[float] = ()
-    """Of each state on each swap directory, relative; none for equal ones."""
     *,
     with_rows: bool = True,
     host_budget_bytes: int | None = None,
@@ -288,7 +288,9 @@ def _for_fp16(config: Config) -> Config:
     return replace(
         config,
         training=replace(config.training, clipping="deferred"),
-        memory=replace(config.memory, recompute="always"),
+        memory=replace(
+            config.memory, recompute="cheap" if config.memory.recompute == "cheap" else "always"
+        ),
     )
 
 
@@ -420,6 +422,7 @@ def compute_size(
         num_micro_batches=training.gradient_accumulation_steps,
         entry_bytes=largest.entry_bytes,
         kept_bytes=aligned_size(found.kept_bytes + SLACK_BYTES),
+        products_bytes=aligned_size(found.products_bytes + SLACK_BYTES),
         gap_bytes=GAPS * largest.block_bytes,
         kept_gap_bytes=int(kept_gaps * found.kept_bytes),
     )
@@ -432,7 +435,7 @@ def _footprint(
 
     The estimate: a block's backward pass keeps, per token, some 16 hidden vectors (norms in and out, queries, keys,
     values, attention, residuals, and the fp32 copies that norms make) and 5 feed-forward ones, and makes a gradient
-    of one weight at a time.
+    of one weight at a time. Its input and products are 6 hidden vectors, 2 feed-forward ones, and one for each expert.
     """
     parts = [part for part in blocks.layout.parts if part.stage.startswith("block.")]
     converted: dict[str, int] = {}
@@ -452,9 +455,12 @@ def _footprint(
     if getattr(text, "_attn_implementation", None) == "eager":
         scores *= 4 * getattr(text, "num_attention_heads", 1)
     largest = max(spec.numel for part in parts for spec in part.tensors)
-    saved = tokens * (16 * hidden + 5 * _feed_forward_size(text, hidden)) * item + scores + more
+    inner = _feed_forward_size(text, hidden)
+    saved = tokens * (16 * hidden + 5 * inner) * item + scores + more
+    experts = getattr(text, "num_experts_per_tok", None) or 1
     return Footprint(
         kept_bytes=saved,
+        products_bytes=tokens * ((6 + experts) * hidden + 2 * inner) * item + scores,
         block_bytes=saved + 2 * largest * item,
         entry_bytes=scores + 2 * tokens * hidden * item,
     )
@@ -525,10 +531,13 @@ def _gradients_text(plan: MemoryPlan) -> str:
 
 def _activations_text(plan: MemoryPlan, num_blocks: int) -> str:
     parts = []
-    if plan.kept:
-        parts.append(f"{len(plan.kept)} of {num_blocks} blocks keep activations")
-    if plan.swapped:
-        parts.append(f"{len(plan.swapped)} of {num_blocks} blocks let activations wait on SSD")
+    for blocks, keep in ((plan.kept, "keep {}"), (plan.swapped, "let {} wait on SSD")):
+        for some, what in (
+            (blocks - plan.partly, "activations"),
+            (blocks & plan.partly, "results of matrix products and attention"),
+        ):
+            if some:
+                parts.append(f"{len(some)} of {num_blocks} blocks {keep.format(what)}")
     if len(plan.kept) + len(plan.swapped) < num_blocks:
         stay = plan.inputs_stay or not plan.input_slots
         parts.append(f"block inputs {'in memory' if stay else 'on SSD'}")

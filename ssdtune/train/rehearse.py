@@ -104,7 +104,7 @@ class Rehearsal:
         self._stage.close()
 
     def step(self) -> None:
-        """Run a step whose blocks are run again, and one whose blocks keep their activations, where plans may have these."""
+        """Run a step for each that blocks may keep in plans: their input, results of products, all."""
         for shape in self._modes:
             lanes = cast(Lanes, _OneAfterTheOther(self._prepared.device, self._clock, self._cold))
             engine = Engine(
@@ -132,7 +132,7 @@ def _sort(spans: list[Span], num_blocks: int, samples: dict[str, list[float]]) -
         # Gradients need not go on below the first block.
         lowest = op.kind == Kind.BACKWARD and op.stage == "block.0" and num_blocks > 1
         if op.kind in COMPUTING and not lowest:
-            name = key(op.kind, kept=op.kept, later=op.micro_batch > 0)
+            name = key(op.kind, op.keeps, later=op.micro_batch > 0)
             samples.setdefault(name, []).append(span.end_s - span.start_s)
 
 
@@ -178,12 +178,12 @@ class _Filled(SwapManager):
 
 @contextmanager
 def _stage(prepared: Prepared, blocks: int) -> Iterator[tuple[SwapManager, list[StepShape]]]:
-    """Yield the swap manager, and the shapes of steps whose blocks are run again, or keep their activations."""
+    """Yield the swap manager, and the shapes of steps whose blocks are run again, whole or partly, or keep all."""
     layout, compute = prepared.layout, prepared.compute
     trained = frozenset(part.stage for part in layout.trained_parts)
     plan = replace(
         prepared.memory, resident=frozenset(), deferred=trained, gradients_on_ssd=trained,
-        kept=frozenset(), swapped=frozenset(), input_slots=0, straight=frozenset(),
+        kept=frozenset(), swapped=frozenset(), partly=frozenset(), input_slots=0, straight=frozenset(),
     )  # fmt: skip
     shape = StepShape(
         num_blocks=blocks,
@@ -199,12 +199,17 @@ def _stage(prepared: Prepared, blocks: int) -> Iterator[tuple[SwapManager, list[
         gradients_on_ssd=trained,
     )
     recompute = prepared.config.memory.recompute
-    modes = [] if recompute == "never" else [shape]
+    modes = [shape] if recompute in ("auto", "always") else []
     room = prepared.limits.budget_bytes - prepared.memory.breakdown["process"]
-    room = room // 4 // max(1, shape.num_micro_batches * compute.kept_bytes)
-    if recompute == "never" or (recompute == "auto" and _may_keep(prepared) and room):
-        some = frozenset(f"block.{n}" for n in range(min(blocks, max(room, 1))))
-        modes.append(replace(shape, num_blocks=len(some), kept=some))
+    for policy, size in (("cheap", compute.products_bytes), ("never", compute.kept_bytes)):
+        count = room // 4 // max(1, shape.num_micro_batches * size)
+        useful = compute.saves_partly or policy == "never"
+        if recompute == policy or (
+            recompute == "auto" and _may_keep(prepared) and useful and count
+        ):
+            some = frozenset(f"block.{n}" for n in range(min(blocks, max(count, 1))))
+            partly = some if policy == "cheap" else frozenset[str]()
+            modes.append(replace(shape, num_blocks=len(some), kept=some, partly=partly))
     pool = BufferPool()
     swap = _Filled(
         layout, plan, source=cast(Any, None), initial={}, split=split_master, join=join_master,

@@ -76,6 +76,7 @@ def _identity(prepared: Prepared, profile: HardwareProfile) -> str:
         "recompute": config.memory.recompute,
         "keeps_freed_memory": prepared.memory.keeps_freed_memory,
         "keeps": prepared.compute.kept_bytes > 0 and config.memory.host_cache != 0,
+        "keeps_partly": prepared.compute.saves_partly,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[
         :24

@@ -43,7 +43,7 @@ def nearest_settings(
     """
     # Streaming everything needs least, and then nobody counts what blocks could keep, unless they have to.
     streaming = config
-    if config.memory.recompute != "never":
+    if config.memory.recompute not in ("cheap", "never"):
         streaming = replace(config, memory=replace(config.memory, host_cache=0))
     device = DeviceLimits(_ENDLESS_BYTES) if limits.device else None
     endless = replace(limits, budget_bytes=_ENDLESS_BYTES, cache_bytes=0, device=device)

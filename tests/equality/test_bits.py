@@ -89,16 +89,18 @@ KEEPING: dict[str, tuple[str, dict[str, float], dict[str, Any]]] = {
 """Architecture, what it drops out, and how it is trained."""
 
 
-WAYS: dict[str, tuple[set[int] | None, set[int], dict[str, Any]]] = {
-    "always run again": (None, set(), {"recompute": "always"}),
-    "all kept": (None, set(), {"recompute": "never"}),
-    "the last kept": ({2}, set(), {}),
-    "one between kept": ({1}, set(), {"activations": "ssd"}),
-    "all swapped": (None, set(), {"recompute": "never", "activations": "ssd"}),
-    "mixed": ({2}, {0}, {"activations": "ssd"}),
-    "other masks": ({0}, set(), {"seed": 1}),
+WAYS: dict[str, tuple[set[int] | None, set[int], set[int], dict[str, Any]]] = {
+    "always run again": (None, set(), set(), {"recompute": "always"}),
+    "all kept": (None, set(), set(), {"recompute": "never"}),
+    "products kept": (None, set(), set(), {"recompute": "cheap"}),
+    "the last kept": ({2}, set(), set(), {}),
+    "one between kept": ({1}, set(), set(), {"activations": "ssd"}),
+    "all swapped": (None, set(), set(), {"recompute": "never", "activations": "ssd"}),
+    "mixed": ({1, 2}, {0}, {0, 1}, {"activations": "ssd"}),
+    "other masks": ({0}, set(), set(), {"seed": 1}),
 }
-"""Which blocks keep their activations (None: as planned), which let them wait on SSD, and settings."""
+"""Which blocks keep their activations (None: as planned), which let them wait on SSD, which of both keep only results of
+products, and settings."""
 
 
 class Keeping:
@@ -121,21 +123,27 @@ class Keeping:
     def run(self, out: Path, way: str) -> Streamed:
         from ssdtune.train import prepare
 
-        numbers, swapped_numbers, more = WAYS[way]
-        kept = frozenset(f"block.{i}" for i in numbers or ())
-        swapped = frozenset(f"block.{i}" for i in swapped_numbers)
+        numbers, *others, more = WAYS[way]
+        kept, swapped, partly = (
+            frozenset(f"block.{i}" for i in some) for some in (numbers or (), *others)
+        )
 
         def plan_memory(*arguments: Any) -> MemoryPlan:
             plan = residency.plan_memory(*arguments)
-            return plan if numbers is None else replace(plan, kept=kept, swapped=swapped)
+            if numbers is None:
+                return plan
+            return replace(plan, kept=kept, swapped=swapped, partly=partly)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prepare, "plan_memory", plan_memory)
             rows = self.folder / "rows.jsonl"
             result = stream(self.folder / "model", rows, out, self.settings | more)
         planned = json.loads((out / "plan.json").read_text(encoding="utf-8"))["memory"]
-        assert set(planned["kept"]) == (self.blocks if way == "all kept" else kept)
+        assert set(planned["kept"]) == (
+            self.blocks if way in ("all kept", "products kept") else kept
+        )
         assert set(planned["swapped"]) == (self.blocks if way == "all swapped" else swapped)
+        assert set(planned["partly"]) == (self.blocks if way == "products kept" else partly)
         assert not planned["resident"]
         assert planned["block_slots"] < len(self.blocks)
         assert bool(planned["input_slots"]) == ("ssd" in more.values())
@@ -158,7 +166,7 @@ def test_what_blocks_keep_changes_nothing(keeping: Keeping, tmp_path: Path, way:
         assert got.series("loss") != keeping.again.series("loss"), message
     else:
         assert_same_bits(got, keeping.again)
-    assert (got.moved("written", "activations") > 0) == ("activations" in WAYS[way][2])
+    assert (got.moved("written", "activations") > 0) == ("activations" in WAYS[way][3])
 
 
 @pytest.mark.parametrize(

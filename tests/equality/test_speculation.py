@@ -100,7 +100,7 @@ def test_any_settings(tmp_path: Path, seed: int) -> None:
         "prefetch_depth": chance.choice([0, 1, 3]),
         "chunk_bytes": chance.choice([8192, 65536, 1 << 20]),
         "activations": chance.choice(["auto", "ssd"]),
-        "recompute": chance.choice(["auto", "always"]),
+        "recompute": chance.choice(["auto", "always", "cheap"]),
     }
     settings["max_grad_norm"] = middle(folder, settings)
     deferred = run(folder, "deferred", settings, clipping="deferred")

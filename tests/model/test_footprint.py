@@ -16,10 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ssdtune.config.schema import LoraSettings
 from ssdtune.hardware.memory import process_memory
-from ssdtune.model.blocks import BlockModel
+from ssdtune.model.blocks import BlockModel, Call
 from ssdtune.model.build import BuiltModel, build_model
 from ssdtune.model.checkpoint import HfCheckpoint
-from ssdtune.model.footprint import kept_bytes
+from ssdtune.model.footprint import footprint, kept_bytes
+from ssdtune.model.products import recorded
 from ssdtune.units import GIB
 from tests.covering import covering
 from tests.toy import VOCAB, make_checkpoint
@@ -70,11 +71,10 @@ class Batch:
         return {"input_ids": ids, "attention_mask": mask}
 
 
-def really_kept(
-    blocks: BlockModel, batch: Batch | dict[str, torch.Tensor], number: int | None = None
-) -> int:
-    """Run a block on real tensors, as the engine does, and add up what autograd saves."""
-    number = len(blocks.blocks) - 1 if number is None else number
+def block_and_input(
+    blocks: BlockModel, batch: Batch | dict[str, torch.Tensor], number: int
+) -> tuple[dict[str, torch.Tensor], Call, torch.Tensor]:
+    """Return real weights, what a block is called with, and its input."""
     tensors = batch.tensors() if isinstance(batch, Batch) else batch
     weights = {
         spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
@@ -87,7 +87,15 @@ def really_kept(
     blocks.train(True)
     with torch.no_grad():
         entry = blocks.enter(weights, tensors, False)
-    call = entry.calls[number]
+    return weights, entry.calls[number], entry.hidden.detach().clone().requires_grad_()
+
+
+def really_kept(
+    blocks: BlockModel, batch: Batch | dict[str, torch.Tensor], number: int | None = None
+) -> int:
+    """Run a block on real tensors, as the engine does, and add up what autograd saves."""
+    number = len(blocks.blocks) - 1 if number is None else number
+    weights, call, leaf = block_and_input(blocks, batch, number)
     arguments = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
     shared = {t.untyped_storage().data_ptr() for t in (*weights.values(), *arguments)}
     saved: list[torch.Tensor] = []
@@ -96,12 +104,21 @@ def really_kept(
         saved.append(tensor.detach())  # alive until the end: no two have one address
         return tensor.detach()
 
-    leaf = entry.hidden.detach().clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = blocks.run_block(number, weights, call, leaf)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     output.sum().backward()
     return sum(size for place, size in storages.items() if place not in shared)
+
+
+def dear_really(blocks: BlockModel, batch: Batch, number: int) -> int:
+    """Run a block on real tensors, and add up its input and the results of its products."""
+    weights, call, leaf = block_and_input(blocks, batch, number)
+    with recorded(leaf.shape[-1]) as products:
+        blocks.run_block(number, weights, call, leaf)
+    results = [x for product in products for x in product.results if isinstance(x, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in (leaf, *results)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 PLAIN = Batch(sequences=2, length=11)
@@ -122,7 +139,11 @@ def test_the_count_is_exact(tmp_path: Path, arch: str, kind: str) -> None:
     lora = LoraSettings(r=3, lora_dropout=0.2 if dropout else 0.0) if adapters else None
     fields = DROPOUT[arch] if dropout else {}
     blocks = open_blocks(tmp_path / "model", arch, dtype=dtype, lora=lora, **fields)
-    assert kept_bytes(blocks, PLAIN.sequences, PLAIN.length) == most_kept(blocks, PLAIN)
+    counted = footprint(blocks, PLAIN.sequences, PLAIN.length)
+    assert counted.kept_bytes == most_kept(blocks, PLAIN)
+    assert counted.products_bytes == max(
+        dear_really(blocks, PLAIN, number) for number in range(len(blocks.blocks))
+    )
     masked = kept_bytes(blocks, PADDED.sequences, PADDED.length, masked=True)
     assert masked == most_kept(blocks, PADDED)
 

@@ -228,7 +228,7 @@ def test_mean_block_inputs_are_what_moves_and_the_longest_what_needs_room() -> N
     assert step_traffic([], run).written_bytes == 3 * 5000
     assert step_traffic([], replace(run, num_kept=1)).written_bytes == 2 * 5000
     assert disk_need([], replace(run, num_kept=1)).activations == 2 * 2 * 8192
-    swapped = replace(run, num_swapped=2, kept_bytes=100_000)
+    swapped = replace(run, num_swapped=2, swapped_bytes=2 * 102_400)
     assert disk_need([], swapped).activations == 2 * (2 * 102_400 + 8192)
 
 

@@ -31,7 +31,7 @@ from ssdtune.plan.generate import (
     gradient_slot,
     passing_slot,
 )
-from ssdtune.plan.schedule import Kind, Lane, Operation, Schedule
+from ssdtune.plan.schedule import Keeps, Kind, Lane, Operation, Schedule
 
 COMPUTE = (Kind.ENTRY_FORWARD, Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.ENTRY_BACKWARD)
 PREVIOUS = -1
@@ -79,12 +79,14 @@ def shapes(draw: st.DrawFn) -> StepShape:
         inputs_stay=draw(st.booleans()),
         kept=frozenset(blocks[(split := draw(st.integers(0, num_blocks))) :]),
         swapped=frozenset(blocks[: draw(st.integers(0, split))]) if input_slots else frozenset(),
+        partly=frozenset(draw(st.sampled_from([[], blocks, blocks[::2]]))),
         deferred=frozenset(deferred),
         speculative=frozenset(draw(some)),
         settled=frozenset(draw(some)),
         pending=bool(deferred) and draw(st.booleans()),
         gradients_on_ssd=frozenset(draw(st.sampled_from([[], streamed, streamed[::2]]))),
         input_bytes=7,
+        products_bytes=35,
         kept_bytes=70,
     )
 
@@ -150,14 +152,14 @@ def _accesses(
             writes = {("device weights", slot), ("slot of", stage)}
         case Kind.FORWARD:
             writes = {("input", operation.input_slot)} if operation.input_slot else set()
-            writes |= {("graph", unit)} if operation.kept else set()
+            writes |= {("graph", unit)} if operation.keeps != Keeps.INPUT else set()
         case Kind.SAVE_INPUT:
             reads, writes = {("input", slot)}, {("stored input", unit)}
         case Kind.LOAD_INPUT:
             reads, writes = {("stored input", unit)}, {("input", slot)}
         case Kind.BACKWARD:
             reads = {("input", operation.input_slot)} if operation.input_slot else set()
-            reads |= {("graph", unit)} if operation.kept else set()
+            reads |= {("graph", unit)} if operation.keeps != Keeps.INPUT else set()
         case Kind.COLLECT_GRADIENT:
             reads, writes = {("present", stage)}, {("gradient", slot), ("squares", stage)}
             reads |= _on_device(stage, shape)
@@ -273,7 +275,7 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
     inputs: dict[str, tuple[str, int]] = {}
     stored: set[tuple[str, int]] = set()
     saved: dict[str, list[tuple[str, int]]] = {}
-    forwarded: dict[tuple[str, int], bool] = {}
+    forwarded: dict[tuple[str, int], Keeps] = {}
     collected: dict[str, list[tuple[str, int]]] = {}
     chunks: dict[str, tuple[str, int, str]] = {}
     updated: dict[str, set[int]] = defaultdict(set)
@@ -336,11 +338,12 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
                 check(content is not None and content.is_whole(stage, shape), "is not in the slot")
                 device[slot], slot_of[stage] = stage, slot
             case Kind.FORWARD:
-                forwarded[stage, m] = op.kept
+                forwarded[stage, m] = op.keeps
                 if op.input_slot:
                     inputs[op.input_slot] = (stage, m)
                 goes_back = int(stage.partition(".")[2]) >= first_trained
-                check(not op.kept or goes_back, "is kept for nothing")
+                keeps = op.keeps == shape.keeps(stage) and goes_back
+                check(keeps or op.keeps == Keeps.INPUT, "is kept for nothing")
                 wanted = shape.moves(stage) and goes_back
                 check(bool(op.input_slot) == wanted, "wrong kind of input")
             case Kind.SAVE_INPUT:
@@ -350,7 +353,8 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
                 check((stage, m) in stored, "was not saved")
                 inputs[slot] = (stage, m)
             case Kind.BACKWARD:
-                check(forwarded.get((stage, m)) == op.kept, "had another forward pass")
+                check(forwarded.get((stage, m)) == op.keeps, "had another forward pass")
+                check(op.keeps == shape.keeps(stage), "keeps something else")
                 if shape.moves(stage):
                     check(inputs.get(op.input_slot) == (stage, m), "its input is not in the slot")
             case Kind.COLLECT_GRADIENT:

@@ -11,7 +11,7 @@ import pytest
 from ssdtune.errors import ConfigError
 from ssdtune.plan.generate import StepShape, generate_training_step
 from ssdtune.plan.hardware import Hardware, Work
-from ssdtune.plan.ledger import Ledger, ModelShape, TrainingShape, work_of
+from ssdtune.plan.ledger import REST_SHARE, Ledger, ModelShape, TrainingShape, work_of
 from ssdtune.plan.schedule import Kind
 
 SMALL = ModelShape.gpt(4, 64, vocabulary=100, positions=32)
@@ -182,7 +182,14 @@ def test_kept_blocks_are_not_run_again() -> None:
         each = ledger.all_activation_bytes / SMALL.num_blocks
         inputs = ledger.input_bytes / SMALL.num_blocks
         assert held == given == count * each + (SMALL.num_blocks - count) * inputs
+        # only what is no product is made again, from 11 hidden states
+        kinds = step(ledger, kept=names, partly=names)
+        saved = total(again, "flop") - total(kinds, "flop")
+        assert saved == pytest.approx(count * (1 - REST_SHARE) * ledger.block_forward_flop)
+        held = sum(size for work in kinds[Kind.FORWARD] for _, size in work.acquires_bytes)
+        assert held == (11 * count + SMALL.num_blocks - count) * inputs
     # none is run again: three times a forward pass
+    kinds = step(ledger, kept=names)
     flop = sum(work.flop for work in kinds[Kind.FORWARD] + kinds[Kind.BACKWARD])
     assert flop == pytest.approx(3 * SMALL.num_blocks * ledger.block_forward_flop)
 

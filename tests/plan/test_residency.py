@@ -129,7 +129,8 @@ def models(draw: st.DrawFn) -> Model:
     compute = ComputeSize(
         block_bytes=draw(st.integers(0, 5 * MIB)), head_bytes=draw(st.integers(0, 5 * MIB)),
         input_bytes=input_bytes, num_micro_batches=draw(st.integers(1, 8)), entry_bytes=4096,
-        kept_bytes=input_bytes * draw(st.integers(2, 20)), gap_bytes=draw(st.integers(0, 5 * MIB)),
+        kept_bytes=input_bytes * draw(st.integers(2, 20)),
+        products_bytes=input_bytes * draw(st.integers(1, 20)), gap_bytes=draw(st.integers(0, 5 * MIB)),
         kept_gap_bytes=input_bytes,
     )  # fmt: skip
     return Model(tuple(parts), num_blocks, compute)
@@ -140,7 +141,9 @@ def proportions() -> st.SearchStrategy[Proportions]:
     return st.builds(
         Proportions,
         kept_blocks=st.none() | st.integers(0, 14),
+        partly_blocks=st.integers(0, 14),
         swapped_blocks=st.integers(0, 14),
+        swapped_whole=st.booleans(),
         input_slots=st.integers(2, 4),
         block_slots=st.integers(1, 14),
         chunk_slots=st.integers(2, 8),
@@ -154,7 +157,7 @@ def limits() -> st.SearchStrategy[dict[str, Any]]:
         {
             "clipping": st.booleans(),
             "activations": st.sampled_from(["auto", "host", "ssd"]),
-            "recompute": st.sampled_from(["auto", "always", "never"]),
+            "recompute": st.sampled_from(["auto", "always", "cheap", "never"]),
             "cache_bytes": st.sampled_from([None, 0, MIB]),
         }
     )
@@ -168,12 +171,13 @@ def test_the_plan_keeps_its_budget_and_orders(
     model: Model, more_mib: int, asked: dict[str, Any], wanted: Proportions
 ) -> None:
     budget = model.smallest() + more_mib * MIB // 8
+    keeps = asked["recompute"] in ("cheap", "never")
     try:
         plan = model.plan(budget, proportions=wanted, **asked)
     except CapacityError:
         # these inputs or activations must find room, or these slots are more than the fewest
         more_slots = wanted.input_slots > SMALLEST.input_slots
-        assert "host" in asked["activations"] or asked["recompute"] == "never" or more_slots
+        assert "host" in asked["activations"] or keeps or more_slots
         return
     blocks, cache_bytes = set(model.blocks), asked["cache_bytes"]
     kept = [part for part in model.parts if part.name in plan.resident]
@@ -190,25 +194,35 @@ def test_the_plan_keeps_its_budget_and_orders(
     assert plan.gradients_in_memory == plan.deferred - plan.gradients_on_ssd
     assert not any(part.trained and part.stage in plan.gradients_on_ssd for part in kept)
     # activations
+    saves = model.compute.products_bytes < model.compute.kept_bytes
     if asked["recompute"] == "always":
         assert not plan.kept | plan.swapped
-    elif asked["recompute"] == "never":
+    elif keeps:
         on_ssd = asked["activations"] == "ssd"
         assert (plan.swapped if on_ssd else plan.kept) == blocks
         assert bool(plan.input_slots) == on_ssd
+        assert plan.partly == (blocks if asked["recompute"] == "cheap" else set())
     else:
         assert plan.kept == set(model.blocks[model.num_blocks - len(plan.kept) :])
         assert plan.swapped <= set(model.blocks[: wanted.swapped_blocks]) - plan.kept
-        assert wanted.kept_blocks is None or len(plan.kept) <= wanted.kept_blocks
+        whole, partly = plan.kept - plan.partly, plan.kept & plan.partly
+        assert whole == set(model.blocks[model.num_blocks - len(whole) :])
+        if wanted.kept_blocks is not None:
+            assert len(whole) <= wanted.kept_blocks and len(partly) <= wanted.partly_blocks
+        assert plan.swapped & plan.partly == (
+            plan.swapped if saves and not wanted.swapped_whole else set()
+        )
+        assert plan.partly <= plan.kept | plan.swapped and (saves or not plan.partly)
         assert not (plan.kept and asked["activations"] == "ssd")
-    if asked["activations"] != "auto" and asked["recompute"] != "never":
+    if asked["activations"] != "auto" and not keeps:
         assert bool(plan.input_slots) == (asked["activations"] == "ssd")
-    each = model.compute.num_micro_batches * model.compute.kept_bytes
-    assert plan.breakdown["kept activations"] == each * len(plan.kept)
+    held = len(plan.kept - plan.partly) * model.compute.kept_bytes
+    held += len(plan.kept & plan.partly) * model.compute.products_bytes
+    assert plan.breakdown["kept activations"] == held * model.compute.num_micro_batches
     if cache_bytes == 0:
         assert not plan.resident
         assert not plan.gradients_in_memory
-        assert bool(plan.kept | plan.swapped) == (asked["recompute"] == "never")
+        assert bool(plan.kept | plan.swapped) == keeps
     assert plan.to_dict()["host_bytes"] == plan.host_bytes
 
 
@@ -258,9 +272,9 @@ def test_freed_memory_stays_where_there_is_room_for_gaps(model: Model, given: An
     plan = model.plan(PLENTY, **given)
     gaps = plan.breakdown["gaps"]
     compute = model.compute
-    kept = len(plan.kept) * compute.num_micro_batches
+    held = compute.num_micro_batches * plan.held_bytes(compute)
     assert plan.keeps_freed_memory
-    assert gaps == compute.gap_bytes + kept * compute.kept_gap_bytes
+    assert gaps == compute.gap_bytes + held * compute.kept_gap_bytes // compute.kept_bytes
 
 
 # What memory is worth
@@ -300,7 +314,8 @@ def test_keeping_activations_costs_no_traffic(model: Model, clipping: bool) -> N
     assert auto.resident == never.resident
     if len(auto.kept) < model.num_blocks:
         compute = model.compute
-        each = compute.num_micro_batches * compute.kept_bytes
+        least = min(compute.kept_bytes, compute.products_bytes)
+        each = compute.num_micro_batches * least
         inputs = 0 if auto.input_slots else compute.num_micro_batches * compute.input_bytes
         assert auto.host_bytes + each - inputs > budget, "one more block would have found room"
 
@@ -324,7 +339,7 @@ def test_with_plenty_nothing_moves(model: Model, clipping: bool) -> None:
     assert plan.gradients_in_memory == (set(model.trained) if clipping else set())
     assert not plan.gradients_on_ssd
     assert plan.input_slots == 0
-    assert plan.kept == set(model.blocks)
+    assert plan.kept == set(model.blocks) and not plan.partly
     assert plan.breakdown["weight slots"] == plan.breakdown["optimizer chunks"] == 0
     assert plan.breakdown["block inputs"] == 0
     assert model.traffic(plan) == 0

@@ -83,9 +83,12 @@ class Model:
         most = self.plan(bounds).least_bytes
         return replace(bounds, budget_bytes=int(least + share * (most - least)))
 
-    def everything(self, limits: MemoryLimits, most: int | None = None) -> Iterator[MemoryPlan]:
+    def everything(
+        self, limits: MemoryLimits, most: int | None = None, **fixed: Any
+    ) -> Iterator[MemoryPlan]:
         """Return the different plans of all combinations of proportions, or so many of them."""
         options, seen = choices(self.prepared.parts, limits), set()
+        options |= {name: [value] for name, value in fixed.items()}
         combinations = list(itertools.product(*options.values()))
         random.Random(0).shuffle(combinations)
         if most:  # many combinations give the same plan
@@ -125,9 +128,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_nothing_is_faster_than_what_was_found(
     model: Model, name: str, share: float, clipping: bool
 ) -> None:
-    # Fixed pieces, to have fewer combinations. Without clipping there are thousands of plans: some of them.
+    # Whatever blocks keep, with slots as usual; of all other combinations, of which there are thousands, some.
     limits = model.limits(share, clipping=clipping, chunk_bytes=16 * MIB)
-    plans = model.everything(limits, None if clipping else MOST_PLANS)
+    plans = set(model.everything(limits, MOST_PLANS))
+    if clipping:
+        plans |= set(model.everything(limits, input_slots=2, block_slots=3, chunk_slots=4))
     best = min(map(model.timer(name), plans))
     assert model.search(limits, model.timer(name)).step_s <= 1.01 * best
 
@@ -181,6 +186,8 @@ def test_what_the_user_fixed_stays(model: Model, share: float) -> None:
     never = plan(recompute="never")
     assert never.kept == blocks and never.input_slots == 0
     assert plan(activations="host").input_slots == 0
+    cheap = plan(recompute="cheap")
+    assert cheap.kept == cheap.partly == blocks and cheap.input_slots == 0
     on_ssd = plan("compute", activations="ssd")
     assert on_ssd.input_slots > 0 and not on_ssd.kept
     streamed = plan(cache_bytes=0)

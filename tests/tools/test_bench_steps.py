@@ -57,10 +57,11 @@ def test_fp32_moves_28_bytes_less_what_is_used_once() -> None:
 def test_computing_is_what_was_rehearsed() -> None:
     first = {
         "entry-forward": 1.0, "forward": 10.0, "forward+kept": 20.0, "loss": 100.0, "backward": 1000.0,
-        "backward+kept": 500.0, "entry-backward": 7.0,
+        "backward+kept": 500.0, "entry-backward": 7.0, "forward+products": 30.0, "backward+products": 600.0,
     }  # fmt: skip
     assert computing(first, 5, 0) == (51.0, 5107.0)
     assert computing(first, 5, 2) == (1 + 30 + 40, 100 + 3000 + 1000 + 7)
+    assert computing(first, 5, 2, 1) == (1 + 20 + 30 + 40, 100 + 2000 + 600 + 1000 + 7)
     only_kept = {name: first[name] for name in first if name not in ("forward", "backward")}
     assert computing(only_kept, 5, 5) == (101.0, 2607.0)
     assert fastest([first, first | {"forward": 9.0, "loss": 101.0}]) == first | {"forward": 9.0}
@@ -178,7 +179,7 @@ def test_the_first_two_steps_and_the_last_do_not_count() -> None:
 
 def test_work_follows_the_plan_and_the_bytes() -> None:
     memory = {
-        "deferred": ["head", "embed"], "speculative": ["embed"], "kept": ["block.0"], "swapped": [],
+        "deferred": ["head", "embed"], "speculative": ["embed"], "kept": ["block.0"], "swapped": [], "partly": [],
     }  # fmt: skip
     times = {
         "entry-forward": 1.0, "forward": 2.0, "forward+kept": 3.0, "loss": 4.0, "backward": 5.0, "backward+kept": 6.0,

@@ -45,7 +45,9 @@ def config(folder: Path, **changes: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"activations": "ssd"}, {"activations": "ssd", "recompute": "never"}], ids=str
+    "changes",
+    [{}, *({"activations": "ssd", "recompute": r} for r in ("auto", "cheap", "never"))],
+    ids=str,
 )
 def test_a_run_takes_the_slots_that_its_plan_names(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]

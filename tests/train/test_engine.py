@@ -19,10 +19,11 @@ from tests.toy import make_checkpoint, make_rows
     "settings",
     [
         {"activations": "ssd"},
+        {"recompute": "cheap"},
         {"host_cache": "1GiB", "max_grad_norm": 0},
         {"method": "lora", "target_modules": r".*h\.1\..*c_attn"},
     ],
-    ids=["full", "in-memory", "lora-in-one-block"],
+    ids=["full", "products", "in-memory", "lora-in-one-block"],
 )
 def test_nothing_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
@@ -42,8 +43,8 @@ def test_nothing_is_kept(
         def run(engine: Engine, *args: Any, **more: Any) -> Any:
             result = original(engine, *args, **more)
             state = engine._state
-            kept = (state.entries, state.hidden, state.inputs, state.gradients)
-            assert kept == ({}, {}, {}, {})
+            kept = (state.entries, state.hidden, state.inputs, state.products, state.gradients)
+            assert kept == ({}, {}, {}, {}, {})
             assert not any(tensor.requires_grad for tensor in state.losses)
             alive[name].append(_count([t for t in _living_tensors() if id(t) not in known]))
             return result

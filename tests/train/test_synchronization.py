@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "activations kept": ("untied", {"host_cache": 1}),
     "activations kept, overlapped": ("short", {"host_cache": 1, "max_grad_norm": 0.0}),
     "activations swapped": ("untied", {"activations": "ssd", "recompute": "never"}),
+    "products swapped": ("untied", {"activations": "ssd", "recompute": "cheap"}),
     "all in memory": (
         "tied",
         {"host_cache": "1GiB", "save_steps": 1, "save_total_limit": 2},

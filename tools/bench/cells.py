@@ -227,16 +227,23 @@ def fastest(times: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def computing(times: dict[str, float], num_blocks: int, num_kept: int) -> tuple[float, float]:
+def computing(
+    times: dict[str, float], num_blocks: int, num_kept: int, num_partly: int = 0
+) -> tuple[float, float]:
     """Return the seconds of forward, and of loss and backward, of one micro-batch.
 
     Args:
-        num_kept: Blocks that keep their activations or let them go to the drives; the others are run again.
+        num_kept: Blocks that keep all their activations or let them go to the drives; `num_partly` only results of
+            products; the others are run again.
     """
 
     def blocks(kind: str) -> float:
-        again = (num_blocks - num_kept) * times[kind] if num_kept < num_blocks else 0.0
-        return again + (num_kept * times[f"{kind}+kept"] if num_kept else 0.0)
+        counts = {
+            "": num_blocks - num_kept - num_partly,
+            "+products": num_partly,
+            "+kept": num_kept,
+        }
+        return sum(count * times[kind + keeps] for keeps, count in counts.items() if count)
 
     forward = times["entry-forward"] + blocks("forward")
     return forward, times["loss"] + blocks("backward") + times["entry-backward"]
@@ -272,7 +279,9 @@ def step_of(
         for name in ("deferred", "speculative")
     )
     redone = speculated if cell.mode == "redo" else 0.0
-    forward, backward = computing(times, size.blocks, len(memory["kept"]) + len(memory["swapped"]))
+    partly = len(memory["partly"])
+    kept = len(memory["kept"]) + len(memory["swapped"]) - partly
+    forward, backward = computing(times, size.blocks, kept, partly)
     step = Step(
         num_blocks=size.blocks, block_parameters=size.block_parameters, head_parameters=size.head_parameters,
         forward_s=forward, backward_s=backward,
