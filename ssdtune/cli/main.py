@@ -35,11 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; those of the process by default.
     """
-    parser, commands = arguments.build_parser()
     try:
+        parser, commands = arguments.build_parser()
         args = arguments.parse(parser, commands, sys.argv[1:] if argv is None else argv)
     except SystemExit as leave:  # --help, --version and wrong usage
         return leave.code if isinstance(leave.code, int) else 2
+    except KeyboardInterrupt:
+        show_error("interrupted")
+        return 130
     show_on_stderr(1 if args.verbose else -1 if args.quiet else 0)
     if not args.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
