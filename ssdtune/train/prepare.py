@@ -205,8 +205,7 @@ def micro_batch_sizes(config: Config) -> list[int]:
     if total is None or given * config.training.gradient_accumulation_steps == total != 1:
         return [given]
     most = max(1, USUAL_TOKENS // config.data.max_length)
-    sizes = [size for size in range(1, total + 1) if total % size == 0]
-    return [size for size in reversed(sizes) if size <= most] or [1]
+    return [size for size in range(min(total, most), 0, -1) if total % size == 0]
 
 
 def config_with(config: Config, micro_batch_size: int) -> Config:
