@@ -73,7 +73,7 @@ class ModelConfig:
 class LoraSettings:
     """LoRA, with peft's names and meanings."""
 
-    r: int = setting(8, "rank", low=1)
+    r: int = setting(8, "rank", low=1, high=1 << 16)
     lora_alpha: float = setting(16.0, "scale: the update is multiplied by lora_alpha / r", low=0)
     lora_dropout: float = setting(0.0, "dropout before the adapter", low=0, high=0.999)
     target_modules: str | list[str] = setting(

@@ -260,7 +260,9 @@ def _with_adapter(
                     use_rslora=lora.use_rslora, bias=lora.bias, modules_to_save=lora.modules_to_save,
                 )  # fmt: skip
                 peft = get_peft_model(model, settings, low_cpu_mem_usage=not draw)
-    except (ValueError, OSError, TypeError) as error:
+    except SsdtuneError:
+        raise
+    except Exception as error:  # whatever peft and the layers think of them, memory included
         raise ConfigError(f"peft refuses these adapter settings: {_first_line(error)}") from error
     inner = peft.get_base_model()
     trained, initial = set(), {}

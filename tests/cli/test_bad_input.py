@@ -169,6 +169,13 @@ def test_states_never_go_to_the_models_folder(
     refused(args, ["io.swap_dirs names the model's own folder"], capsys, folder)
 
 
+def test_an_adapter_that_takes_all_memory(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = run(folder, tmp_path, None, "--lora", "--lora-r", 10**9)
+    refused(args, ["--lora-r must be at most 65536"], capsys, tmp_path)
+
+
 def test_names_that_are_too_long(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
