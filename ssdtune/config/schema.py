@@ -203,7 +203,7 @@ class MemoryConfig:
         "auto: for each block what is fastest and finds room",
         choices=("auto", "always", "cheap", "never"),
     )
-    compute_threads: int | None = setting(None, "threads of torch's CPU kernels", low=1)
+    compute_threads: int | None = setting(None, "threads of torch's CPU kernels", low=1, high=4096)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,7 @@ class IoConfig:
     adam_threads: int | None = setting(
         None,
         "threads of the optimizer; by default what ssdtune profile found best, else all cores",
-        low=1,
+        low=1, high=4096,
     )
     prefetch_depth: int = setting(1, "blocks read ahead of the one that computes", low=0)
     rated_terabytes_written: float | None = setting(
