@@ -111,3 +111,16 @@ def test_display_on_a_terminal_and_elsewhere():
     assert live.getvalue().endswith("\r\x1b[K")
     assert plain.getvalue() == "profile: /swap: io_uring, requests of 128 KiB\nprofile: memory\n"
     assert quiet.getvalue() == ""
+
+
+def test_the_data_sheet_of_a_machine_is_shown_to_be_changed(tmp_path, capsys):
+    from ssdtune.hardware.datasheet import read_sheet
+
+    assert main(["profile", "--show", "t4"]) == 0
+    (tmp_path / "mine.toml").write_text(capsys.readouterr().out)
+    machine = read_sheet(tmp_path / "mine.toml")
+    assert main(["profile", "--show", "t4", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads(json.dumps(machine.to_dict())) | {"machine": {**machine.machine, "file": "t4"}}
+    assert main(["profile", "--show", "all"]) == 2
+    assert "only of a100-80gb, h200, " in capsys.readouterr().err
