@@ -42,6 +42,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     )
 }  # fmt: skip
 CLASSES = {LLAMA: "LlamaForCausalLM", QWEN: "Qwen2ForCausalLM", "mistral": "MistralForCausalLM"}
+USUAL_MACHINES = ("laptop-8gb", "t4", "rtx-3090", "rtx-4090", "h200")
+USUAL_MODELS = ("8B", "14B", "70B", "123B")
 METHODS = ("full", "lora")
 STEP = ["--max-length", "2048", "--train-batch-size", "32"]
 SHOWN = (
@@ -207,8 +209,10 @@ def page(found: dict[Case, Answer]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=list(MACHINES))
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument(
+        "--machines", nargs="+", default=list(USUAL_MACHINES), choices=list(MACHINES)
+    )
+    parser.add_argument("--models", nargs="+", default=list(USUAL_MODELS), choices=list(MODELS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--print", action="store_true", help="print it instead of writing the page")
