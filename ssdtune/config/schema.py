@@ -235,7 +235,8 @@ class IoConfig:
     adam_threads: int | None = setting(
         None,
         "threads of the optimizer; by default what ssdtune profile found best, else all cores",
-        low=1, high=4096,
+        low=1,
+        high=4096,
     )
     prefetch_depth: int = setting(1, "blocks read ahead of the one that computes", low=0)
     rated_terabytes_written: float | None = setting(
