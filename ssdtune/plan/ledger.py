@@ -26,8 +26,9 @@ from ssdtune.plan.hardware import Work
 from ssdtune.plan.schedule import Keeps, Kind, Operation, Schedule
 from ssdtune.plan.times import ComputeTimes
 
-REST_SHARE = 0.1
-"""Time of what is neither matrix product nor attention in units of a block's forward pass."""
+REST_SHARE = 0.3
+"""Time of what is neither matrix product nor attention in units of a block's forward pass: measured 0.25 to 0.5 on a CPU in
+bf16 (docs/benchmarks.md). Rehearsals measure it for the run."""
 ADAM_DRAM_BYTES = 28
 """Host memory traffic of AdamW per element: master and moments in and out (24), gradient in (4)."""
 MATRICES_PER_BLOCK = 4

@@ -1,7 +1,8 @@
 """Find the memory plan with the shortest step: try proportions one after the other on the simulator.
 
 Coordinate descent: from the usual proportions, each choice in turn is varied while the others stay, the best is kept,
-and rounds are repeated until one brings nothing; then once more from buffers as few as are useful. Plain numbers; what
+and rounds are repeated until one brings nothing; then once more from buffers as few as are useful, and from there with
+activations of all blocks on SSD. Plain numbers; what
 a step takes under a plan is asked from the caller. Nothing of it changes the numbers of a training, only its speed.
 """
 
@@ -99,11 +100,12 @@ def search(
         return plans[proportions]
 
     options = choices(parts, limits)
-    # Where memory is short, what one choice frees may pay only if another takes it: a second start.
+    # Where memory is short, what one choice frees may pay only if another takes it: other starts.
     slim = replace(
         usual, block_slots=2, chunk_slots=3, chunk_bytes=LEAST_CHUNK_BYTES, inputs_on_ssd=True
     )
-    for start in (usual, slim):
+    swapping = replace(slim, swapped_blocks=max(options["swapped_blocks"]), swapped_whole=True)
+    for start in (usual, slim, swapping):
         here, improved = (start, float("inf")), True
         while improved:
             improved = False
