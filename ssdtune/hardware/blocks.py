@@ -278,9 +278,7 @@ class _Runner:
     ) -> None:
         import torch
 
-        self._blocks, self._number, self._dtype, self._device, self._clock = (
-            blocks, number, dtype, device, clock,
-        )  # fmt: skip
+        self._blocks, self._number, self._device, self._clock = blocks, number, device, clock
         self._on = {"dtype": dtype, "device": device.torch_device}
         self._weights: dict[str, torch.Tensor] = {}
         for part in blocks.layout.stages[f"block.{number}"].parts:

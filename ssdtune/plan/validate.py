@@ -44,7 +44,6 @@ RATEL_4090 = Hardware(
 )
 ACTIVATION_MEMORY = 0.9
 """Share of host memory that Ratel can fill with activations."""
-SYSTEMS = ("ratel", "ratel-naive", "ratel-serial", "zero-infinity", "zero-offload")
 BATCHES = (8, 16, 24, 32, 48, 64, 96, 128)
 LARGEST_BATCH = {"zero-infinity": 32, "zero-offload": 16}
 """Fig. 5a marks the next batch size of these systems as failed for 13B; larger models fit no better."""
