@@ -7,7 +7,7 @@ the model (`ssdtune.train.planning`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ssdtune.units import GIB, MIB
 
@@ -28,6 +28,7 @@ class Nearest:
         max_length: Longest one at the wanted batch size.
         short_row: Longest one with a batch size of 1, where neither of the two helps alone.
         setting: What the budget is set by.
+        also: Another budget that is too small, where two are.
     """
 
     needed_bytes: int
@@ -36,6 +37,21 @@ class Nearest:
     max_length: int | None = None
     short_row: int | None = None
     setting: str = "host_memory"
+    also: Nearest | None = None
+
+    def with_another(self, other: Nearest) -> Nearest:
+        """Return the changes that fit two budgets, both of which are too small."""
+
+        def least(one: int | None, two: int | None) -> int | None:
+            return None if one is None or two is None else min(one, two)
+
+        return replace(
+            self,
+            batch_size=least(self.batch_size, other.batch_size),
+            max_length=least(self.max_length, other.max_length),
+            short_row=least(self.short_row, other.short_row),
+            also=other,
+        )
 
     def text(self) -> str:
         """Return the changes for people, as settings that can be typed in."""
@@ -46,7 +62,9 @@ class Nearest:
             ways.append(f"max_length {self.max_length}")
         if self.short_row is not None:
             ways.append(f"per_device_train_batch_size 1 with max_length {self.short_row}")
-        ways.append(f"{self.setting} {as_setting(self.needed_bytes)} if the machine has it")
+        budgets = [self, *([self.also] if self.also else [])]
+        needed = " and ".join(f"{b.setting} {as_setting(b.needed_bytes)}" for b in budgets)
+        ways.append(f"{needed} if the machine has it")
         text = f"What would fit: {', or '.join(ways)}."
         if len(ways) == 1:
             text = f"No batch size or length fits. {text}"

@@ -62,7 +62,8 @@ def nearest_settings(
 
     batch_size = config.training.per_device_train_batch_size
     found = nearest_fit(on_host, batch_size, max_length, limits.budget_bytes)
-    if found or not limits.device:
+    if not limits.device:
         return found
     budget = limits.device.budget_bytes
-    return nearest_fit(on_device, batch_size, max_length, budget, setting="gpu_memory")
+    on_card = nearest_fit(on_device, batch_size, max_length, budget, setting="gpu_memory")
+    return found.with_another(on_card) if found and on_card else found or on_card

@@ -81,3 +81,11 @@ def test_words() -> None:
 @pytest.mark.parametrize("num_bytes", [1, MIB, MIB + 1, GIB - 1, GIB, GIB + 1, 123_456_789_012])
 def test_sizes_can_be_typed_in_and_are_enough(num_bytes: int) -> None:
     assert num_bytes <= parse_size(as_setting(num_bytes)) <= num_bytes + max(MIB, GIB // 10)
+
+
+def test_two_budgets_that_are_too_small_are_both_named() -> None:
+    host = Nearest(3 * GIB, 2 * GIB, batch_size=4, max_length=96)
+    card = Nearest(9 * GIB, 8 * GIB, batch_size=2, setting="gpu_memory")
+    assert host.with_another(card).text() == (
+        "What would fit: per_device_train_batch_size 2, or host_memory 3GiB and gpu_memory 9GiB if the machine has it."
+    )
