@@ -1,7 +1,9 @@
-"""Measure whether a fine-tune of a 1.1B-parameter llama stays inside its memory budget.
+"""Measure whether a fine-tune of a 1.1B-parameter llama stays inside its memory budget, and how right plans are.
 
     python tools/memory_check.py --work-dir /mnt/nvme/check            # all cases
     python tools/memory_check.py --work-dir . --case lora --json
+    python tools/memory_check.py --work-dir . --modes                  # planned against measured, every mode, 0.13B
+    python tools/memory_check.py --work-dir . --modes --quick          # the same on a small model, two minutes
 
 Makes a checkpoint of TinyLlama's shape with random weights, one tensor at a time (some 2.2 or 4.4 GB), and runs
 `ssdtune finetune` on it in a process of its own, with the budget given as `--host-memory`. Reports the peak of
@@ -12,6 +14,9 @@ Makes a checkpoint of TinyLlama's shape with random weights, one tensor at a tim
 
 With `--cgroup`, where one may be made, the run also lives in a cgroup with the budget as its hard limit: then
 the kernel itself is the judge. Its peak may touch the limit, for page cache that nobody needs stays until then. Bytes read and written come from `/proc/PID/io`.
+
+`--modes` prints a table instead: what was planned and what was taken, in every mode, with little, some and all of the memory
+that it can use (`bench/memory_modes.py`); exit code 3 if a run took 2 % more than was planned.
 
 Exit code: 0 within budget, 1 the run failed, 3 over budget. Everything made is removed again unless `--keep`.
 It measures one machine and asserts nothing about time; `docs/testing.md` says how its figures are used.
@@ -37,9 +42,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.memory_modes import MODES, cells, line, render
+from bench.memory_modes import measure as measure_modes
+from bench.models import SIZES
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+MOST_BEYOND = 0.02
+"""Share of the plan that a run may take more."""
 GIB = 1 << 30
 
 
@@ -66,6 +76,8 @@ CASES = {
 def main() -> int:
     """Run the cases that the command line names."""
     arguments = _parse()
+    if arguments.modes:
+        return _modes(arguments)
     reports = []
     for name in arguments.case or CASES:
         case = CASES[name]
@@ -82,6 +94,29 @@ def main() -> int:
     if any(report["exit_code"] for report in reports):
         return 1
     return 0 if all(report["within_budget"] for report in reports) else 3
+
+
+def _modes(arguments: argparse.Namespace) -> int:
+    size, dtypes, rows = "0.13B", ["bf16", "fp32"], [1, 8]
+    if arguments.quick:
+        size, dtypes, rows = "small", ["bf16", "fp32"], [2]
+    folder = arguments.work_dir.absolute() / "ssdtune-memory-modes"
+    folder.mkdir(parents=True, exist_ok=True)
+    records: list[dict[str, Any]] = []
+    chosen = cells(arguments.dtypes or dtypes, arguments.rows or rows, arguments.only)
+    try:
+        for record in measure_modes(chosen, folder, arguments.size or size, 2):
+            records.append(record)
+            print(f"{len(records)} of {len(chosen)}: {line(record)}", file=sys.stderr, flush=True)
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(folder)
+    print(
+        json.dumps({"schema_version": 1, "runs": records}, indent=2)
+        if arguments.json
+        else render(records)
+    )
+    return 3 if min(record["error"] for record in records) < -MOST_BEYOND else 0
 
 
 def measure(case: Case, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -453,6 +488,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="tokens in a step (one sequence)")
     parser.add_argument("--layers", type=int, default=22, help="blocks; fewer for a quick trial")
     parser.add_argument("--budget", type=int, help="bytes, instead of each case's own budget")
+    parser.add_argument("--modes", action="store_true", help="a table of all modes instead")
+    parser.add_argument("--quick", action="store_true", help="--modes with a small model")
+    parser.add_argument("--only", nargs="+", metavar="MODE", help=f"of --modes: {'; '.join(MODES)}")
+    parser.add_argument("--size", choices=SIZES, help="model of --modes")
+    parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), help="of --modes")
+    parser.add_argument("--rows", nargs="+", type=int, help="of a micro-batch, with --modes")
     parser.add_argument("--cgroup", action="store_true", help="also limit the run by a cgroup")
     parser.add_argument("--keep", action="store_true", help="leave the files")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")

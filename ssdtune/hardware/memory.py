@@ -22,6 +22,8 @@ from ssdtune.errors import ConfigError
 from ssdtune.units import format_memory
 
 LARGE_BLOCK_BYTES = 1 << 20
+KERNEL_BYTES = 800 << 10
+"""What oneDNN keeps of a product that it has compiled: measured 487 to 716 KiB, and the gaps that dropped ones leave."""
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
 _ROOT = Path("/")
@@ -36,10 +38,12 @@ class MemoryLimit:
     Attributes:
         bytes: How much.
         source: What sets the limit, for people.
+        total_bytes: How much there is, whoever has it now.
     """
 
     bytes: int
     source: str
+    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,15 @@ def available_host_memory(root: Path = _ROOT) -> MemoryLimit:
             "Set host_memory."
         )
     return min(limits, key=lambda limit: limit.bytes)
+
+
+def total_host_memory(root: Path = _ROOT) -> MemoryLimit | None:
+    """Return what limits the memory of this process even if nobody else needs any: the machine, a cgroup, `ulimit -v`.
+
+    None if no figure can be found.
+    """
+    limits = [*_system_limit(root), *_address_space_limit(root), *_cgroup_limits(root)]
+    return min(limits, key=lambda limit: limit.total_bytes, default=None)
 
 
 def process_memory(root: Path = _ROOT) -> ProcessMemory:
@@ -118,6 +131,20 @@ def prefer_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def bound_kernels(most: int) -> int:
+    """Let oneDNN keep at most so many products of matrices of different shapes that it has compiled for bf16.
+
+    It would keep 1024 of them, `KERNEL_BYTES` each, and as many descriptions of them, which need not be kept at all: rows of
+    many lengths took 20 MiB for each. It looks once, before its first product in a process; what the user set stays.
+
+    Returns:
+        How many it keeps.
+    """
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
+    kept = os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(most))
+    return int(kept) if kept.isdigit() else 1024
+
+
 def lockable_memory(root: Path = _ROOT) -> int | None:
     """Return the bytes that may be locked in memory (RLIMIT_MEMLOCK); None for no limit."""
     return _resource_limit(root, "Max locked memory")
@@ -125,12 +152,14 @@ def lockable_memory(root: Path = _ROOT) -> int | None:
 
 def _system_limit(root: Path) -> Iterator[MemoryLimit]:
     table = _read_table(root / "proc/meminfo")
+    total = table.get("MemTotal", _NO_LIMIT)
     if "MemAvailable" in table:
-        yield MemoryLimit(table["MemAvailable"], "MemAvailable of the system")
+        yield MemoryLimit(table["MemAvailable"], "MemAvailable of the system", total)
     elif "MemFree" in table:
         # Kernels before 3.14; page cache counts as free, except shared memory.
         cache = table.get("Cached", 0) + table.get("Buffers", 0) - table.get("Shmem", 0)
-        yield MemoryLimit(table["MemFree"] + max(0, cache), "MemFree and page cache of the system")
+        free = table["MemFree"] + max(0, cache)
+        yield MemoryLimit(free, "MemFree and page cache of the system", total)
 
 
 def _address_space_limit(root: Path) -> Iterator[MemoryLimit]:
@@ -140,6 +169,7 @@ def _address_space_limit(root: Path) -> Iterator[MemoryLimit]:
         yield MemoryLimit(
             max(0, limit - used),
             f"ulimit -v: {format_memory(limit)} of address space, {format_memory(used)} in use",
+            limit,
         )
 
 
@@ -179,6 +209,7 @@ def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
                     max(0, limit - used + reclaimable),
                     f"{file} of cgroup {name}: {format_memory(limit)}, "
                     f"{format_memory(used - reclaimable)} in use",
+                    limit,
                 )
 
 

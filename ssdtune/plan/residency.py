@@ -305,6 +305,7 @@ class MemoryLimits:
         activations: Where block inputs wait: "auto", "host" or "ssd".
         recompute: Whether blocks are run again in backward: "auto", "always", "never", or "cheap", all but their products.
         device: What may be taken of a card; None on a CPU, whose memory is the host's.
+        kernel_bytes: On a CPU, what is compiled for further lengths of rows.
         device_io: The I/O backend moves bytes between drives and the card's memory.
     """
 
@@ -316,6 +317,7 @@ class MemoryLimits:
     activations: str = "auto"
     recompute: str = "auto"
     device: DeviceLimits | None = None
+    kernel_bytes: int = 0
     device_io: bool = False
 
 
@@ -547,6 +549,7 @@ class _Planner:
             "process": self.limits.base_bytes,
             "reserve": self.reserve_bytes,
             "reading": self.reading_bytes,
+            "kernels": 0 if on_card else self.limits.kernel_bytes,
             "optimizer chunks": plan.chunk_slots * max(chunks, default=0),
             "compute": 0 if on_card else computing,
             "gaps": gaps if plan.keeps_freed_memory else 0,

@@ -67,7 +67,7 @@ from ssdtune.train.output import (
     hold_output,
     refuse_foreign,
 )
-from ssdtune.train.prepare import Prepared, config_with, prepare, summary_lines
+from ssdtune.train.prepare import Prepared, check_memory, config_with, prepare, summary_lines
 from ssdtune.train.rehearsed import times_of
 from ssdtune.train.signals import StopSignals
 from ssdtune.train.speculation import Speculation
@@ -198,6 +198,7 @@ def _finetune(config: Config, *, progress: Progress | None, quiet: bool, verbose
         prepared = chosen.prepared
     config = prepared.config
     assert prepared.rows is not None
+    check_memory(prepared)
     disk = plan_disk(prepared, output_dir, resumed=resumed is not None)
     disk.check_space()
     if progress is None:

@@ -6,6 +6,7 @@ for time, and `ssdtune.train.elsewhere` for a machine that is not this one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from ssdtune.train import elsewhere
 from ssdtune.train.choose import Chosen, choose, rates_for
 from ssdtune.train.disk import has_room, output_folder, plan_disk
 from ssdtune.train.forecast import Forecast, training_shape
-from ssdtune.train.prepare import Prepared, prepare, summary_lines
+from ssdtune.train.prepare import Prepared, check_memory, prepare, summary_lines
 from ssdtune.train.rehearsed import times_of
 
 UNMEASURED = "basis     data sheets and assumed efficiencies: nothing of this was measured"
@@ -172,11 +173,7 @@ def plan(
             no_time = str(error)
     prepared = chosen.prepared if chosen else prepared
     disk = plan_disk(prepared, output_folder(config), places=places)
-    problems: tuple[str, ...] = ()
-    try:
-        disk.check_space()
-    except CapacityError as error:
-        problems = tuple(str(error).splitlines())
+    problems = _refused(disk.check_space, *([] if there else [partial(check_memory, prepared)]))
     device = str(there.machine.get("cpu", "")) if there else ""
     summary += summary_lines(prepared, disk.layout.total_bytes, disk.directories, device)
     if prepared.rows is None:
@@ -202,6 +199,16 @@ def plan(
         rates_from if chosen else "",
         disk.warnings,
     )
+
+
+def _refused(*checks: Callable[[], None]) -> tuple[str, ...]:
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except CapacityError as error:
+            problems += str(error).splitlines()
+    return tuple(problems)
 
 
 def _prepare(config: Config, there: HardwareProfile | None) -> Prepared:

@@ -50,6 +50,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(64, 128, 3, 4, 2, vocabulary=512),
+    "small": Size(384, 1024, 8, 6, 6, vocabulary=8192),
     "0.13B": Size(768, 2048, 12, 12, 12),
     "0.37B": Size(1024, 2816, 24, 16, 16),
     "1.1B": Size(2048, 5632, 22, 32, 4),
