@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ssdtune.config.schema import Config
@@ -28,7 +29,14 @@ from ssdtune.data import (
 from ssdtune.device import open_device
 from ssdtune.device.base import Device
 from ssdtune.errors import CapacityError, ConfigError
-from ssdtune.hardware.memory import available_host_memory, process_memory, return_memory
+from ssdtune.hardware.memory import (
+    KERNEL_BYTES,
+    available_host_memory,
+    bound_kernels,
+    process_memory,
+    return_memory,
+    total_host_memory,
+)
 from ssdtune.io.buffers import aligned_size
 from ssdtune.model.blocks import BlockModel
 from ssdtune.model.build import BuiltModel, base_name, build_model
@@ -68,6 +76,10 @@ DEVICE_BACKENDS = frozenset({"kvikio"})
 """I/O backends that move bytes between drives and a card's memory."""
 USUAL_TOKENS = 8192
 """Tokens of a micro-batch above which computing gains nothing from more."""
+KERNELS = {"full": 20, "lora": 40}
+"""Products of matrices of different shapes in a step whose rows have one length; oneDNN compiles each."""
+LEAST_KERNELS, MOST_KERNELS = 128, 1024
+"""Compiled products that stay: enough for all micro-batches of a step, but not for every length there is."""
 
 
 @dataclass
@@ -190,9 +202,12 @@ def prepare(
             nearest = nearest_settings(
                 candidate, parts, limits, max_length,
                 lambda other, length: compute_size(other, blocks, length, dtype),
+        kernel_bytes=0 if device.own_memory else kernel_bytes(config, rows, dtype),
             )  # fmt: skip
             raise CapacityError(f"{error} {nearest.text()}" if nearest else str(error)) from None
         break
+    if not host_budget_bytes:
+        _warn_of_budgets(config, limits)
     return Prepared(
         candidate, checkpoint, device, dtype, built, blocks, parts, compute, limits, memory,
         rows.divided(candidate) if rows else None, max_length, sizes,
@@ -362,6 +377,67 @@ def precision_of(config: Config) -> Precision:
 
 def adapter_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     """Return what adapters compute in: bf16 over fp32 masters if the model does; without masters fp32."""
+def kernel_bytes(config: Config, rows: Rows | None, dtype: torch.dtype) -> int:
+    """Return what products of matrices take that are compiled for further lengths of rows, on a CPU in bf16, and bound it.
+
+    The products of one length are in what is reserved for any run.
+    """
+    if dtype != torch.bfloat16:
+        return 0
+    each, lengths = KERNELS[config.method], num_lengths(config, rows)
+    at_once = each * min(lengths, config.training.gradient_accumulation_steps)
+    kept = bound_kernels(min(max(at_once, LEAST_KERNELS), MOST_KERNELS))
+    return KERNEL_BYTES * max(min(each * lengths, kept) - each, 0)
+
+
+def num_lengths(config: Config, rows: Rows | None) -> int:
+    """Return the most different lengths that micro-batches can have, the other number of rows in the last counted as one."""
+    if rows is None:
+        return 1
+    size = config.training.per_device_train_batch_size
+    if config.data.packing:  # what rows add up to
+        most = config.data.max_length
+    else:
+        most = len(np.unique(rows.train.lengths))
+    most += rows.plan.num_sequences % size > 0
+    most += len({batch.input_ids.shape for batch in rows.evaluation})
+    return min(
+        most, rows.total_steps * config.training.gradient_accumulation_steps + len(rows.evaluation)
+    )
+
+
+def check_memory(prepared: Prepared) -> None:
+    """Refuse a run that would take more memory than this machine has, because `host_memory` was set too high.
+
+    Raises:
+        CapacityError: It does, with both figures.
+    """
+    most, planned = total_host_memory(), prepared.memory.host_bytes
+    if most is not None and planned > most.total_bytes:
+        raise CapacityError(
+            f"host memory: {format_memory(planned)} are planned of the {format_memory(prepared.limits.budget_bytes)} that "
+            f"host_memory allows, but there are only {format_memory(most.total_bytes)} ({most.source}). Lower "
+            "host_memory, or leave it out to use what is free."
+        )
+
+
+def _warn_of_budgets(config: Config, limits: MemoryLimits) -> None:
+    """Tell of budgets that do no harm, but cannot be what was meant."""
+    memory, most = config.memory, total_host_memory()
+    if most and memory.host_memory and memory.host_memory > most.total_bytes:
+        logger.warning(
+            "host_memory is %s, more than the %s there are (%s): it limits nothing",
+            format_memory(memory.host_memory), format_memory(most.total_bytes), most.source,
+        )  # fmt: skip
+    if memory.host_cache and not memory.host_memory and memory.host_cache > limits.budget_bytes:
+        logger.warning(
+            "host_cache is %s, more than the %s that the whole run may take: as much stays in memory as fits",
+            format_memory(memory.host_cache), format_memory(limits.budget_bytes),
+        )  # fmt: skip
+    if memory.gpu_memory and limits.device is None:
+        logger.warning("gpu_memory means nothing here: this run computes on the CPU")
+
+
     in_bf16 = dtype == torch.bfloat16 and config.training.master_weights
     return torch.bfloat16 if in_bf16 else torch.float32
 
