@@ -74,12 +74,12 @@ SLACK_BYTES = 8192
 """What tensors one behind the other in a slot lose to their alignment."""
 DEVICE_BACKENDS = frozenset({"kvikio"})
 """I/O backends that move bytes between drives and a card's memory."""
-USUAL_TOKENS = 8192
-"""Tokens of a micro-batch above which computing gains nothing from more."""
 KERNELS = {"full": 20, "lora": 40}
 """Products of matrices of different shapes in a step whose rows have one length; oneDNN compiles each."""
 LEAST_KERNELS, MOST_KERNELS = 128, 1024
 """Compiled products that stay: enough for all micro-batches of a step, but not for every length there is."""
+USUAL_TOKENS = 8192
+"""Tokens of a micro-batch above which computing gains nothing from more."""
 
 
 @dataclass
@@ -188,9 +188,12 @@ def prepare(
         or config.training.non_finite == "skip",
         activations=config.memory.activations,
         recompute=config.memory.recompute,
+        kernel_bytes=0 if device.own_memory else kernel_bytes(config, rows, dtype),
         device=card,
         device_io=card is not None and config.io.backend in DEVICE_BACKENDS,
     )
+    if not host_budget_bytes:
+        _warn_of_budgets(config, limits)
     for candidate in divided:
         other = candidate is not divided[0]
         compute = compute_size(candidate, blocks, max_length, dtype) if other else first
@@ -202,12 +205,9 @@ def prepare(
             nearest = nearest_settings(
                 candidate, parts, limits, max_length,
                 lambda other, length: compute_size(other, blocks, length, dtype),
-        kernel_bytes=0 if device.own_memory else kernel_bytes(config, rows, dtype),
             )  # fmt: skip
             raise CapacityError(f"{error} {nearest.text()}" if nearest else str(error)) from None
         break
-    if not host_budget_bytes:
-        _warn_of_budgets(config, limits)
     return Prepared(
         candidate, checkpoint, device, dtype, built, blocks, parts, compute, limits, memory,
         rows.divided(candidate) if rows else None, max_length, sizes,
@@ -363,20 +363,6 @@ def host_budget(config: Config) -> int:
     return int(available_host_memory().bytes * 0.9) + process_memory().rss_bytes
 
 
-def _device_limits(config: Config, device: Device) -> DeviceLimits | None:
-    if not device.own_memory:
-        return None
-    return device_limits(device.memory().free_bytes, config.memory.gpu_memory, device.name)
-
-
-def precision_of(config: Config) -> Precision:
-    """Return which states the settings give trained parts."""
-    training = config.training
-    return Precision(training.master_weights, training.optim == "adamw_8bit")
-
-
-def adapter_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """Return what adapters compute in: bf16 over fp32 masters if the model does; without masters fp32."""
 def kernel_bytes(config: Config, rows: Rows | None, dtype: torch.dtype) -> int:
     """Return what products of matrices take that are compiled for further lengths of rows, on a CPU in bf16, and bound it.
 
@@ -438,6 +424,20 @@ def _warn_of_budgets(config: Config, limits: MemoryLimits) -> None:
         logger.warning("gpu_memory means nothing here: this run computes on the CPU")
 
 
+def _device_limits(config: Config, device: Device) -> DeviceLimits | None:
+    if not device.own_memory:
+        return None
+    return device_limits(device.memory().free_bytes, config.memory.gpu_memory, device.name)
+
+
+def precision_of(config: Config) -> Precision:
+    """Return which states the settings give trained parts."""
+    training = config.training
+    return Precision(training.master_weights, training.optim == "adamw_8bit")
+
+
+def adapter_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """Return what adapters compute in: bf16 over fp32 masters if the model does; without masters fp32."""
     in_bf16 = dtype == torch.bfloat16 and config.training.master_weights
     return torch.bfloat16 if in_bf16 else torch.float32
 
