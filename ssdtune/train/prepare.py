@@ -364,16 +364,16 @@ def host_budget(config: Config) -> int:
 
 
 def kernel_bytes(config: Config, rows: Rows | None, dtype: torch.dtype) -> int:
-    """Return what products of matrices take that are compiled for further lengths of rows, on a CPU in bf16, and bound it.
+    """Return what products of matrices take that are compiled for all lengths of rows, on a CPU in bf16, and bound it.
 
-    The products of one length are in what is reserved for any run.
+    Those of one length without adapters are in what is reserved for any run.
     """
     if dtype != torch.bfloat16:
         return 0
     each, lengths = KERNELS[config.method], num_lengths(config, rows)
     at_once = each * min(lengths, config.training.gradient_accumulation_steps)
     kept = bound_kernels(min(max(at_once, LEAST_KERNELS), MOST_KERNELS))
-    return KERNEL_BYTES * max(min(each * lengths, kept) - each, 0)
+    return KERNEL_BYTES * max(min(each * lengths, kept) - KERNELS["full"], 0)
 
 
 def num_lengths(config: Config, rows: Rows | None) -> int:
