@@ -331,6 +331,10 @@ class AdversarialDevice:
         with self.lock:
             return _Point(self)
 
+    def seconds_between(self, first: Event, last: Event) -> float | None:
+        """Return None: compute is over when it was issued."""
+        return None
+
     def seed(self, value: int) -> None:
         """Seed torch's CPU generator."""
         torch.default_generator.manual_seed(value)

@@ -170,6 +170,9 @@ class Device(Protocol):
     def record(self) -> Event:
         """Return the event that the compute issued so far is done."""
 
+    def seconds_between(self, first: Event, last: Event) -> float | None:
+        """Wait for two recorded events and return the time between them; None, at once, if the calling thread computes."""
+
     def seed(self, value: int) -> None:
         """Seed the generators that dropout draws from."""
 

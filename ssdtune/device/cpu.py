@@ -77,6 +77,10 @@ class CpuDevice:
         """Return an event that is over."""
         return _DONE
 
+    def seconds_between(self, first: Event, last: Event) -> float | None:
+        """Return None: compute is over when it was issued."""
+        return None
+
     def seed(self, value: int) -> None:
         """Seed torch's CPU generator."""
         torch.default_generator.manual_seed(value)

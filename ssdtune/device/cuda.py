@@ -39,7 +39,7 @@ class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream, keep: tuple[torch.Tensor, ...] = ()) -> None:
         self._keep = keep
         # blocking: the thread sleeps; it would spin otherwise, on a core that AdamW could use
-        self.event = torch.cuda.Event(blocking=True)
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(stream)
 
     def wait(self) -> None:
@@ -226,6 +226,11 @@ class CudaDevice:
     def record(self) -> Event:
         """Record an event on the compute stream."""
         return _CudaEvent(self._compute)
+
+    def seconds_between(self, first: Event, last: Event) -> float | None:
+        """Ask the card."""
+        last.wait()
+        return _of_card(first).elapsed_time(_of_card(last)) / 1000
 
     def seed(self, value: int) -> None:
         """Seed the CPU's and the card's generators."""

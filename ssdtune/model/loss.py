@@ -16,6 +16,8 @@ LOGIT_BYTES = 64 << 20
 
 SLICE_BYTES = 4 << 20
 """Rows of logits in fp32 whose softmax is taken at once; no result depends on it."""
+CARD_SLICE_BYTES = 32 << 20
+"""The same on a card, which has no caches to stay in, and where kernels that do little take as long to launch as to run."""
 
 
 def shifted_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -92,7 +94,8 @@ def _sum_losses(
     vocabulary = logits.shape[-1]
     flat, count = logits.reshape(-1, vocabulary), len(target)
     learned, index = target != IGNORED, target.clamp(min=0)[:, None]
-    rows = min(count, max(1, SLICE_BYTES // (4 * vocabulary)))
+    most = SLICE_BYTES if flat.device.type == "cpu" else CARD_SLICE_BYTES
+    rows = min(count, max(1, most // (4 * vocabulary)))
     buffers = [flat.new_zeros((rows, vocabulary), dtype=torch.float32) for _ in range(3)]
     chosen = flat.new_empty((count, 1), dtype=torch.float32)
     weights = learned.float().mul_(-weight)[:, None]

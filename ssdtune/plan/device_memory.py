@@ -23,6 +23,8 @@ WORKSPACE_BYTES = 72 * MIB
 once for autograd's; flash attention and reductions need little more."""
 SMALL_BYTES = 64 * MIB
 """Rows, rotary tables, norms, and what torch's allocator rounds up: it takes 2 MiB at a time for small tensors."""
+LOSS_BYTES = 3 * 28 * MIB
+"""What losses take more than on a CPU, for they are taken by larger slices (`ssdtune.model.loss`); with few logits less."""
 SLACK_SHARE = 1 / 16
 """Gaps between tensors that come and go; with expandable segments the allocator has few."""
 FREE_SHARE = 0.95
@@ -94,9 +96,10 @@ def device_bytes(
     slots = slot_bytes(parts, compute, plan)
     stay = plan.staying_inputs(blocks)
     leaving = plan.input_slots * plan.input_slot_bytes(compute)
+    head = compute.head_bytes + min(LOSS_BYTES, 3 * compute.head_bytes)
     moving = {
         # hidden states of all micro-batches going forward, their gradients coming back
-        "compute": max(compute.block_bytes, compute.head_bytes)
+        "compute": max(compute.block_bytes, head)
         + micro_batches * (compute.entry_bytes + 2 * hidden),
         "block inputs": stay * micro_batches * hidden,
         "kept activations": micro_batches * plan.held_bytes(compute),

@@ -393,12 +393,12 @@ class SwapManager:
             kinds = self.precision.states(part)
             if not part.trained:
                 kinds = {"weights": kinds["weights"]}
-            states = {
-                state.name: _bytes_of(
-                    self._pool.take(state.nbytes(part.numel), f"{state.name} of {part.name}")
-                ).view(state.dtype)
-                for state in kinds.values()
-            }
+            states = {}
+            for state in kinds.values():
+                buffer = self._pool.take(state.nbytes(part.numel), f"{state.name} of {part.name}")
+                if state.name == "weights" and self._weights:  # uploaded from where they are
+                    self._pins.append(self.device.pin(buffer.view))
+                states[state.name] = _bytes_of(buffer).view(state.dtype)
             if not part.trained:
                 self._read_original(part, states["weights"])
             elif self.store.version(part.name) is None:

@@ -40,6 +40,7 @@ from ssdtune.swap.activations import Kept, saved_elsewhere
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.states import Precision
 from ssdtune.swap.update import OutOfCoreAdam, PartPiece
+from ssdtune.train.device_times import real_spans
 from ssdtune.train.lanes import Lanes, Span
 from ssdtune.train.nonfinite import FiniteWatch, NotFinite
 from ssdtune.train.seeds import stage_seed
@@ -170,6 +171,8 @@ class Engine:
         self._settled: frozenset[str] = frozenset()
         """Deferred stages that the last step updated all the same."""
         self._slot_of: dict[str, str] = {}
+        self._events: dict[int, tuple[Event, Event]] = {}
+        """Before and after operations of the compute lane, by their index."""
         self._state: _State
         self._pending: _Update | None = None
         stages = blocks.layout.stages
@@ -309,13 +312,16 @@ class Engine:
     def _run(self, schedule: Schedule) -> list[Span]:
         try:
             with explained(self.device):
-                return self._lanes.run(schedule, self._execute)
+                self._events.clear()
+                spans = self._lanes.run(schedule, self._execute)
+                return real_spans(spans, self._events, self.device)
         except BaseException:
             self._state.let_go()
             raise
 
     def _execute(self, operation: Operation) -> None:
         stage, slot, m = operation.stage, operation.slot, operation.micro_batch
+        begin = self.device.record() if operation.lane == Lane.COMPUTE else None
         match operation.kind:
             case Kind.LOAD:
                 self.swap.load(stage, slot, with_trained=operation.with_weights)
@@ -357,6 +363,8 @@ class Engine:
         if operation.lane == Lane.COMPUTE and stage:
             self._look(operation)
             self._state.computed[stage] = self._state.computed[OUTER] = event = self.device.record()
+            if begin:
+                self._events[operation.index] = (begin, event)
             for used in (stage, OUTER):
                 if used in self._slot_of:
                     self.swap.mark_used(self._slot_of[used], event)
@@ -606,8 +614,11 @@ class Engine:
 
 
 def _add(total: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient to an fp32 sum, piece by piece: a CPU converts what it adds, all of it if it is one piece."""
-    if gradient.is_contiguous():
+    """Add a gradient to an fp32 sum.
+
+    Piece by piece on a CPU, which converts what it adds, all of it if it is one piece. A card adds in one kernel.
+    """
+    if gradient.device.type == "cpu" and gradient.is_contiguous():
         pairs = zip(
             total.view(-1).split(ADDED_AT_ONCE), gradient.view(-1).split(ADDED_AT_ONCE), strict=True
         )

@@ -23,6 +23,7 @@ from ssdtune.device.base import Device
 from ssdtune.hardware.stream import Clock
 from ssdtune.io.buffers import BufferPool
 from ssdtune.optim.adamw import join_master, split_master
+from ssdtune.plan.device_memory import device_bytes
 from ssdtune.plan.generate import Piece, StageShape, StepShape
 from ssdtune.plan.schedule import Kind, Operation, Schedule
 from ssdtune.plan.times import COMPUTING, ComputeTimes, key
@@ -200,9 +201,12 @@ def _stage(prepared: Prepared, blocks: int) -> Iterator[tuple[SwapManager, list[
     )
     recompute = prepared.config.memory.recompute
     modes = [shape] if recompute in ("auto", "always") else []
-    room = prepared.limits.budget_bytes - prepared.memory.breakdown["process"]
+    if card := prepared.limits.device:
+        room = card.budget_bytes - sum(device_bytes(prepared.parts, compute, plan).values())
+    else:
+        room = (prepared.limits.budget_bytes - prepared.memory.breakdown["process"]) // 4
     for policy, size in (("cheap", compute.products_bytes), ("never", compute.kept_bytes)):
-        count = room // 4 // max(1, shape.num_micro_batches * size)
+        count = max(room, 0) // max(1, shape.num_micro_batches * size)
         useful = compute.saves_partly or policy == "never"
         if recompute == policy or (
             recompute == "auto" and _may_keep(prepared) and useful and count

@@ -52,12 +52,16 @@ class Stream:
 
 
 class Event:
-    def __init__(self, *, blocking: bool = False) -> None:
+    def __init__(self, *, blocking: bool = False, enable_timing: bool = False) -> None:
         self.stream: Stream | None = None
         self.count = 0
 
     def record(self, stream: Stream) -> None:
         self.stream, self.count = stream, len(stream.work)
+
+    def elapsed_time(self, later: Event) -> float:
+        """Return milliseconds: one for each piece of work."""
+        return later.count - self.count
 
     def happen(self) -> None:
         assert self.stream is not None, "an event that was never recorded"

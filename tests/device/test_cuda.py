@@ -94,6 +94,13 @@ def test_compute_waits_for_an_upload_and_the_thread_does_not(
     assert seen == [5]
 
 
+def test_the_card_says_how_long_its_work_took(cuda: PretendedCuda, device: Device) -> None:
+    begin = device.record()
+    for _ in range(3):
+        cuda.defaults[1].issue(lambda: None)
+    assert device.seconds_between(begin, device.record()) == 0.003
+
+
 def test_copies_each_way_do_not_wait_for_each_other(cuda: PretendedCuda, device: Device) -> None:
     place, source, target = memory(device), memory(device, 7), host(0)
     device.upload(host(1), place)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssdtune.config.schema import LoraSettings
-from ssdtune.device.base import Device
+from ssdtune.device.base import Device, Pin
 from ssdtune.device.cpu import CpuDevice
 from ssdtune.io.buffers import BufferPool
 from ssdtune.model.blocks import BlockModel
@@ -108,6 +108,26 @@ def test_short_memory_is_used_as_planned(layout: ModelLayout, room: int) -> None
     most = make(layout, None)[0].plan.host_bytes
     swap, pool = make(layout, None, budget_bytes=least + (most - least) * room // 10)
     assert_takes_what_was_planned(swap, pool)
+
+
+def test_weights_that_stay_in_memory_are_pinned_while_they_are_uploaded(
+    layout: ModelLayout,
+) -> None:
+    pinned: set[int] = set()
+
+    class Pinning(CpuDevice):
+        def pin(self, memory: memoryview) -> Pin:
+            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            pinned.add(address)
+            return Pin(lambda: pinned.remove(address))
+
+    swap, _ = make_with(layout, make(layout, None)[0].plan, device=Pinning())
+    nothing: Any = SimpleNamespace(load=lambda *_: None, load_split=lambda *_: None)
+    swap._source, swap.store.version = nothing, lambda unit: None  # type: ignore[method-assign]
+    weights = [swap.resident(part).states["weights"] for part in layout.parts]
+    assert all(tensor.data_ptr() in pinned for tensor in weights)
+    swap.free_slots()
+    assert not pinned
 
 
 def assert_takes_what_was_planned(swap: SwapManager, pool: BufferPool) -> None:

@@ -16,8 +16,9 @@ from ssdtune.device.base import Event
 from ssdtune.errors import CapacityError, ConfigError, DeviceMemoryError, SsdtuneError
 from ssdtune.hardware.figures import CopyPoint
 from ssdtune.hardware.profile import HardwareProfile
-from ssdtune.plan.device_memory import CONTEXT_BYTES, FREE_SHARE
+from ssdtune.plan.device_memory import CONTEXT_BYTES, FREE_SHARE, DeviceLimits, device_bytes
 from ssdtune.train.prepare import prepare
+from ssdtune.train.rehearse import rehearse
 from tests.adversarial import ORDERS, AdversarialDevice, use, use_device
 from tests.toy import make_checkpoint, make_rows
 from tests.train.test_planning import machine
@@ -135,6 +136,20 @@ def test_a_card_of_unknown_size_is_said_to_be(folder: Path) -> None:
         plan(hardware=with_card(), other_machine=True, **given)
     found = plan(hardware=with_card(), other_machine=True, gpu_memory="8GiB", **given)
     assert found.fits and " planned of 8.00 GiB" in found.text()
+
+
+@pytest.mark.usefixtures("short_rehearsals")
+def test_a_rehearsal_keeps_no_more_than_the_card_has_room_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_device(monkeypatch, AdversarialDevice())
+    prepared = prepare(config(folder))
+    assert "backward+kept" in rehearse(prepared, flop_per_s=1e12).seconds
+    streamed = replace(prepared.memory, kept=frozenset(), swapped=frozenset(), input_slots=0)
+    least = sum(device_bytes(prepared.parts, prepared.compute, streamed).values())
+    limits = replace(prepared.limits, device=DeviceLimits(least))
+    times = rehearse(replace(prepared, limits=limits), flop_per_s=1e12).seconds
+    assert "backward" in times and "backward+kept" not in times
 
 
 class FullOnce(AdversarialDevice):
