@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -138,10 +138,23 @@ class ShardWriter:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor (CPU, dtype and shape as announced), any view will do."""
+        self._file_of(name).write(name, tensor)
+        self._note(name)
+
+    def write_rows(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Write one tensor that comes some rows at a time, in order."""
+        self._file_of(name).write_rows(name, pieces)
+        self._note(name)
+
+    def _file_of(self, name: str) -> SafetensorsFile:
         shard = self._shard_of[name]
         if shard not in self._open:
             self._open[shard] = SafetensorsFile(self._directory / shard, self._contents[shard])
-        self._open[shard].write(name, tensor)
+        return self._open[shard]
+
+    def _note(self, name: str) -> None:
+        """Note that a tensor is written."""
+        shard = self._shard_of[name]
         self._left[shard] -= 1
         if self._left[shard] == 0:  # complete: give the descriptor back
             self._open[shard].finish()

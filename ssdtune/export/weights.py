@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,8 @@ _NAN = 0x7FC0
 
 GetTensor = Callable[[str], torch.Tensor]
 """Gives a parameter by its name in the model: float32 or the exported dtype, on the CPU."""
+GetRows = Callable[[str], Iterator[torch.Tensor] | None]
+"""Gives a parameter that is written as it is in pieces, some rows at a time, in order; None for those that come whole."""
 
 
 def export_weights(
@@ -41,6 +43,7 @@ def export_weights(
     checkpoint: HfCheckpoint,
     keymap: KeyMap,
     get_tensor: GetTensor,
+    get_rows: GetRows = lambda name: None,
     dtype: torch.dtype | None = None,
     half_up: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -52,6 +55,7 @@ def export_weights(
         checkpoint: The original, for dtypes, buffers and the files around the weights. It is only read.
         get_tensor: Called once for each parameter, block by block in the model's order. The tensor may be
             reused by the next call.
+        get_rows: Called before, to get large parameters in pieces instead.
         dtype: Dtype of all weights; by default each keeps its own. Buffers always keep theirs.
         half_up: How fp32 becomes bf16; see `round_to`.
 
@@ -79,7 +83,8 @@ def export_weights(
             torch.no_grad(),
         ):
             for rule in rules:
-                _write(rule, writer, checkpoint, keymap, get_tensor, half_up)
+                if not _write_rows(rule, writer, get_rows, half_up):
+                    _write(rule, writer, checkpoint, keymap, get_tensor, half_up)
             writer.finish()
         staging.commit()
     return writer.total_bytes
@@ -156,6 +161,19 @@ def _with_dtype(rule: SaveRule, keymap: KeyMap, dtype: torch.dtype | None) -> Sa
     name = DTYPE_NAMES[dtype]
     outputs = tuple(replace(output, dtype=name) for output in rule.outputs)
     return SaveRule(rule.rule, outputs, rule.places)
+
+
+def _write_rows(rule: SaveRule, writer: ShardWriter, get_rows: GetRows, half_up: bool) -> bool:
+    """Write a tensor that comes in pieces; say whether it does."""
+    pieces = get_rows(rule.rule.inputs[0]) if rule.rule.converter is None else None
+    if pieces is None:
+        return False
+    (output,) = rule.outputs
+    dtype = TORCH_DTYPES[output.dtype]
+    writer.write_rows(
+        output.name, (round_to(piece, dtype, half_up=half_up, name=output.name) for piece in pieces)
+    )
+    return True
 
 
 def _write(

@@ -224,6 +224,7 @@ def _build(config: Any, device: Device) -> tuple[BlockModel, int]:
 
     from ssdtune.model.blocks import BlockModel
     from ssdtune.model.build import BuiltModel
+    from ssdtune.model.keys import KeyMap
 
     config.use_cache = False
     try:
@@ -235,7 +236,7 @@ def _build(config: Any, device: Device) -> tuple[BlockModel, int]:
             f"{config.model_type}: transformers cannot build this as a causal language model: {_first_line(error)}"
         ) from error
     names = frozenset(name for name, _ in model.named_parameters())
-    built = BuiltModel(model, None, None, names, frozenset())  # type: ignore[arg-type]
+    built = BuiltModel(model, None, KeyMap.of_config(model), names, frozenset())
     blocks = BlockModel(built, device.torch_device)
     blocks.train(True)
     kinds = [sum(p.numel() for p in block.parameters()) for block in blocks.blocks]
@@ -317,12 +318,7 @@ class _Runner:
         """Return what the model calls its block with, and a random input for it."""
         import torch
 
-        outer = {
-            spec.name: torch.zeros((), **self._on).expand(spec.shape)
-            for stage in ("outer", "embed")
-            for part in self._blocks.layout.stages[stage].parts
-            for spec in part.tensors
-        }
+        outer = self._blocks.stand_ins(dtype=self._dtype)
         ids = torch.zeros(sequences, sequence, dtype=torch.long, device=self._device.torch_device)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         with torch.no_grad():

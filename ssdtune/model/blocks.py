@@ -13,7 +13,9 @@ Shape letters: B sequences, S positions, D hidden size, V vocabulary, U distinct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,8 @@ from ssdtune.model.build import BuiltModel
 from ssdtune.model.layout import ModelLayout, build_layout, innermost
 
 Tensors = Mapping[str, torch.Tensor]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -113,7 +117,6 @@ class BlockModel:
         self.model = built.model
         self.device = device
         path, blocks = _find_blocks(built.model)
-        self.layout: ModelLayout = build_layout(built, path, len(blocks))
         self.blocks = list(blocks)
         self._local = [_local_names(path, number, block) for number, block in enumerate(blocks)]
         _refuse_shared(self.blocks, built.model)
@@ -122,6 +125,7 @@ class BlockModel:
             raise UnsupportedModelError(
                 f"the input embedding of {self._kind} is a {type(embedding).__name__}, not an nn.Embedding."
             )
+        self.layout: ModelLayout = build_layout(built, path, len(blocks))
         self.embedding_name = _path_of(built.model, embedding) + ".weight"
         head = built.model.get_output_embeddings()
         self._tied_name = (
@@ -142,8 +146,11 @@ class BlockModel:
         self._calls: list[Call] | None = None
         self._entering: torch.Tensor | None = None
         self._at_entry: Callable[[], None] | None = None
-        self._table: torch.Tensor | None = None
+        self._rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+        if len(self.layout.head_stages) > 1 and not self._makes_some_logits():
+            with self.whole():
+                self.layout = build_layout(built, path, len(blocks), divided=False)
 
     @property
     def _kind(self) -> str:
@@ -170,18 +177,20 @@ class BlockModel:
         batch: Mapping[str, torch.Tensor],
         trained: bool,
         at_start: Callable[[], None] = lambda: None,
+        gathered: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Entry:
         """Run what comes before the first block.
 
         Args:
-            tensors: Weights of the stages `outer` and `embed`; leaves that require gradients get them later
-                through `Entry.hidden`.
+            tensors: Weights of the stages `outer` and, unless its rows are `gathered`, `embed`; leaves that require
+                gradients get them later through `Entry.hidden`.
             batch: What the model's forward takes: input_ids [B, S], attention_mask or position_ids.
             trained: The rows of the embedding matrix require gradients.
             at_start: Called right before the model's forward, which may have to run twice (seeds dropout).
+            gathered: The batch's distinct tokens [U], in order, and their rows [U, D].
         """
         self._calls = []
-        self._table = tensors[self.embedding_name].detach()
+        self._rows_of = self._source_of_rows(tensors, gathered)
         self._trained_rows = trained
         at_start()
         try:
@@ -190,15 +199,77 @@ class BlockModel:
             pass
         except _TupleExpected:
             self._returns_tuple = True
-            return self.enter(tensors, batch, trained, at_start)
+            return self.enter(tensors, batch, trained, at_start, gathered)
         calls, found, hidden = self._calls, self._found, self._entering
-        self._calls = self._table = self._found = self._entering = None
+        self._calls = self._rows_of = self._found = self._entering = None
         if len(calls) != len(self.blocks) or found is None or hidden is None:
             raise UnsupportedModelError(
                 f"{self._kind} does not call its {len(self.blocks)} blocks once each, in order; "
                 "it cannot be trained block by block."
             )
         return Entry(hidden, calls, *found)
+
+    def _source_of_rows(
+        self, tensors: Tensors, gathered: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        if gathered is None:
+            table = tensors[self.embedding_name].detach()
+            return lambda distinct: table.index_select(0, distinct)
+        tokens, rows = gathered
+
+        def all_of_them(distinct: torch.Tensor) -> torch.Tensor:
+            if not torch.equal(distinct, tokens):
+                raise UnsupportedModelError(
+                    f"{self._kind} looks up other tokens than it is given; its embedding is too large for that."
+                )
+            return rows
+
+        return all_of_them
+
+    def stand_ins(
+        self, fill: float = 0.0, dtype: torch.dtype | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return weights of the stages `outer` and `embed` that take no memory, all elements the same.
+
+        Args:
+            dtype: Of all of them; by default each has its own.
+        """
+        whole, found = self._embedding.weight.shape, {}
+        for stage in ("outer", self.layout.embed_stages[0]):
+            for part in self.layout.stages[stage].parts:
+                blank = torch.full((), fill, dtype=dtype or part.dtype, device=self.device)
+                for spec in part.tensors:
+                    found[spec.name] = blank.expand(spec.shape if spec.first_row is None else whole)
+        return found
+
+    def _makes_some_logits(self) -> bool:
+        """Say whether the model makes the logits of some rows of its head as it makes them among all."""
+        outer = self.stand_ins(0.5)
+        parts = self.layout.stages[self.layout.head_stages[0]].parts
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+
+        def waves(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            numbers = torch.arange(math.prod(shape), device=self.device, dtype=torch.float32)
+            return numbers.sin().view(*shape).to(dtype)
+
+        def logits(first: int) -> torch.Tensor:
+            head = {
+                spec.name: waves((6, *spec.shape[1:]), part.dtype)[first:]
+                for part in parts
+                for spec in part.tensors
+            }
+            hidden = waves(entry.hidden.shape, entry.hidden.dtype)
+            return self.logits(outer | head, hidden).float()
+
+        try:
+            with torch.no_grad():
+                batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                entry = self.enter(outer, batch, False)
+                return torch.allclose(logits(0)[..., 3:], logits(3), rtol=0.05, atol=0.01)
+        except Exception as error:  # whatever the code of the model thinks of that
+            logger.debug("the head of %s is not divided: %s", self._kind, error)
+            self._calls = self._rows_of = self._found = self._entering = None
+            return False
 
     def run_block(
         self, number: int, tensors: Tensors, call: Call, hidden: torch.Tensor
@@ -220,12 +291,12 @@ class BlockModel:
         """Run what comes after the last block.
 
         Args:
-            tensors: Weights of `outer` and of the head's stage.
+            tensors: Weights of `outer` and of the head's stage, which may have some rows only.
             hidden: [B, S, D]; S is no more than the model's positions.
             at_entry: Called where the last block would end; what runs before is thrown away.
 
         Returns:
-            Logits [B, S, V] as the model scales them.
+            Logits [B, S, V] as the model scales them, of the rows given.
         """
         self._entering, self._at_entry = hidden, at_entry
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
@@ -284,12 +355,12 @@ class BlockModel:
                 )
 
     def _embed(self, original: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        if self._table is None:
+        if self._rows_of is None:
             width = original.weight.shape[1]
             zero = torch.zeros((), dtype=original.weight.dtype, device=ids.device)
             return zero.expand(*ids.shape, width)
         distinct, positions = torch.unique(ids, return_inverse=True)
-        rows = self._table.index_select(0, distinct).requires_grad_(self._trained_rows)
+        rows = self._rows_of(distinct).requires_grad_(self._trained_rows)
         self._found = (distinct, rows)
         padding, original.padding_idx = original.padding_idx, None
         try:

@@ -208,17 +208,11 @@ def _tensors(call: Call) -> list[torch.Tensor]:
 
 def _enter(blocks: BlockModel, sequences: int, length: int, masked: bool) -> Entry:
     """Return the first block's input and what blocks are called with, for tokens without meaning."""
-    outer = {
-        spec.name: torch.zeros((), dtype=part.dtype, device=blocks.device).expand(spec.shape)
-        for stage in ("outer", "embed")
-        for part in blocks.layout.stages[stage].parts
-        for spec in part.tensors
-    }
     ids = torch.zeros(sequences, length, dtype=torch.long, device=blocks.device)
     mask = torch.ones_like(ids)
     mask[0, 0] = not masked
     with torch.no_grad():
-        return blocks.enter(outer, {"input_ids": ids, "attention_mask": mask}, False)
+        return blocks.enter(blocks.stand_ins(), {"input_ids": ids, "attention_mask": mask}, False)
 
 
 def _storage(tensor: torch.Tensor) -> int:

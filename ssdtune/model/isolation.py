@@ -41,15 +41,9 @@ def refuse_leaking_rows(blocks: BlockModel) -> None:
 def _calls(blocks: BlockModel) -> list[Call]:
     """Return what the blocks are called with for one sequence of two rows."""
     positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None].to(blocks.device)
-    tensors = {
-        spec.name: torch.zeros((), dtype=part.dtype, device=blocks.device).expand(spec.shape)
-        for stage in ("outer", "embed")
-        for part in blocks.layout.stages[stage].parts
-        for spec in part.tensors
-    }
     batch = {"input_ids": torch.zeros_like(positions), "position_ids": positions}
     with torch.no_grad():
-        return blocks.enter(tensors, batch, trained=False).calls
+        return blocks.enter(blocks.stand_ins(), batch, trained=False).calls
 
 
 def _isolates(call: Call, blocks: BlockModel) -> bool:

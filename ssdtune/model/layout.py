@@ -2,36 +2,50 @@
 
 A **stage** is what is computed as one: `outer`, `embed`, `block.N`, `head`. Its parameters are grouped into
 **parts**, flat arrays of one dtype that are either trained (a unit of the store, with its states) or frozen
-(read from the original files). Letter: N elements of a part.
+(read from the original files). A matrix of the embedding or the head that is larger than any block by far is divided
+into chunks of rows, each a stage of its own: `embed.0`, `embed.1`, …, `head.0`, ….
+Letters: N elements of a part, V rows of such a matrix.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from ssdtune.model.build import BuiltModel
-
-if TYPE_CHECKING:
-    from torch import nn
+from ssdtune.model.build import BuiltModel, base_name
 
 TENSOR_ALIGNMENT = 256
 """Elements to which tensors are aligned within a part: cache lines, SIMD registers, blocks of 8-bit moments."""
 PART_ALIGNMENT = 2048
 """Elements to which parts are padded, so that a bf16 part ends on a 4096-byte boundary."""
+MOST_WHOLE_ELEMENTS = 1 << 28
+"""Of a matrix of the embedding or the head that stays whole, unless a block has more. It depends on the model alone,
+as sums over chunks are rounded in another order."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter's place in its part; `offset` and `numel` in elements."""
+    """One parameter's place in its part, or that of some of its rows; `offset` and `numel` in elements.
+
+    Attributes:
+        first_row: Where the rows begin in the parameter; None if it is whole.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     numel: int
     decay: bool
+    first_row: int | None = None
+
+    @property
+    def rows(self) -> range:
+        """Which rows of the parameter it holds."""
+        first = self.first_row or 0
+        return range(first, first + self.shape[0])
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,18 @@ class ModelLayout:
     tied: bool
 
     @property
+    def embed_stages(self) -> list[str]:
+        """The embedding's stage, or one for each chunk of its rows."""
+        return [name for name in self.stages if name.partition(".")[0] == "embed"]
+
+    @property
+    def head_stages(self) -> list[str]:
+        """The head's stage, or one for each chunk of its rows; those of the embedding if both are tied."""
+        return self.embed_stages if self.tied else [
+            name for name in self.stages if name.partition(".")[0] == "head"
+        ]
+
+    @property
     def parts(self) -> list[Part]:
         """All parts, stage by stage."""
         return [part for stage in self.stages.values() for part in stage.parts]
@@ -94,13 +120,16 @@ class ModelLayout:
         return [part for part in self.parts if part.trained]
 
 
-def build_layout(built: BuiltModel, blocks_path: str, num_blocks: int) -> ModelLayout:
+def build_layout(
+    built: BuiltModel, blocks_path: str, num_blocks: int, *, divided: bool = True
+) -> ModelLayout:
     """Assign every parameter to a stage and part.
 
     Args:
         built: The model.
         blocks_path: Dotted path of the list of blocks in the model.
         num_blocks: Its length.
+        divided: Large matrices outside the blocks are divided.
     """
     model = built.model
     embedding = innermost(model.get_input_embeddings())
@@ -125,8 +154,42 @@ def build_layout(built: BuiltModel, blocks_path: str, num_blocks: int) -> ModelL
             stage = "outer"
         if ".original_module." not in name:  # replaced by a trained copy, never used
             groups[stage].append((name, parameter))
-    stages = {name: Stage(name, _parts(built, name, members)) for name, members in groups.items()}
+    blocks = [groups[f"block.{i}"] for i in range(num_blocks)]
+    most = max(MOST_WHOLE_ELEMENTS, *(sum(p.numel() for _, p in block) for block in blocks))
+    plain = {
+        "embed": isinstance(model.get_input_embeddings(), nn.Embedding)
+        and (not tied or isinstance(output, nn.Linear)),
+        "head": isinstance(output, nn.Linear),
+    }
+    stages: dict[str, Stage] = {}
+    for name, members in groups.items():
+        chunks = _chunks(members, most) if divided and plain.get(name) else 1
+        if chunks == 1 or not all(_has_rows(built, member) for member, _ in members):
+            stages[name] = Stage(name, _parts(built, name, members))
+            continue
+        num_rows = members[0][1].shape[0]
+        size = -(-num_rows // chunks)
+        for first in range(0, num_rows, size):
+            chunk, rows = f"{name}.{first // size}", range(first, min(first + size, num_rows))
+            stages[chunk] = Stage(chunk, _parts(built, chunk, members, rows))
     return ModelLayout(stages, num_blocks, tied)
+
+
+def _has_rows(built: BuiltModel, name: str) -> bool:
+    """Say whether ranges of a parameter's rows can be read from the checkpoint."""
+    rule = built.keymap.load_rules.get(built.keymap.aliases.get(base_name(name), base_name(name)))
+    return rule is None or rule.converter is None
+
+
+def _chunks(members: list[tuple[str, nn.Parameter]], most: int) -> int:
+    """Return into how many chunks of rows a matrix is divided: two of them take no more than `most` elements."""
+    if not members or max(parameter.numel() for _, parameter in members) <= most:
+        return 1
+    rows = members[0][1].shape[0]
+    if any(parameter.shape[0] != rows for _, parameter in members):
+        return 1
+    per_row = sum(parameter.numel() for _, parameter in members) // rows
+    return -(-rows // max(1, most // 2 // per_row))
 
 
 def innermost(module: nn.Module) -> nn.Module:
@@ -137,7 +200,10 @@ def innermost(module: nn.Module) -> nn.Module:
 
 
 def _parts(
-    built: BuiltModel, stage: str, members: list[tuple[str, nn.Parameter]]
+    built: BuiltModel,
+    stage: str,
+    members: list[tuple[str, nn.Parameter]],
+    rows: range | None = None,
 ) -> tuple[Part, ...]:
     groups: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in members:
@@ -149,12 +215,13 @@ def _parts(
     for (trained, dtype), tensors in groups.items():
         offset, specs = 0, []
         for name, parameter in tensors:
-            specs.append(
-                TensorSpec(
-                    name, tuple(parameter.shape), offset, parameter.numel(), name in built.decay
-                )
-            )
-            offset += -(-parameter.numel() // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+            shape = tuple(parameter.shape)
+            if rows is not None:
+                shape = (len(rows), *shape[1:])
+            numel = math.prod(shape)
+            first = None if rows is None else rows.start
+            specs.append(TensorSpec(name, shape, offset, numel, name in built.decay, first))
+            offset += -(-numel // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
         numel = -(-offset // PART_ALIGNMENT) * PART_ALIGNMENT
         name = stage if len(groups) == 1 else f"{stage}.{str(dtype).removeprefix('torch.')}"
         name = name if trained else f"{name}.frozen"

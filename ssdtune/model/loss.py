@@ -60,7 +60,7 @@ def loss_by_chunks(
         Sum of the losses divided by `num_items`, fp32 scalar.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for piece, target, indices in _chunks(hidden, shifted_labels(labels), chunk_tokens(vocab_size)):
+    for piece, target, indices in pieces_of(hidden, shifted_labels(labels), chunk_tokens(vocab_size)):
         piece = piece.detach().requires_grad_(gradient is not None)
         with torch.set_grad_enabled(gradient is not None):
             logits = logits_of(piece)
@@ -114,7 +114,7 @@ def _sum_losses(
     return functional.nll_loss(chosen, first, ignore_index=IGNORED, reduction="sum")
 
 
-def _chunks(
+def pieces_of(
     hidden: torch.Tensor, target: torch.Tensor, limit: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Yield (hidden [b, s, D], target [b, s], positions or None for all).

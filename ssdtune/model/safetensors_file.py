@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -109,6 +109,22 @@ class SafetensorsFile:
         if tensor.numel():
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
             self._write(memoryview(flat.numpy()), self._base + self._offsets[name])
+        self._missing.remove(name)
+
+    def write_rows(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Write one tensor, some rows at a time, in order; else as `write`."""
+        expected, done = self.tensors[name], 0
+        for piece in pieces:
+            found = SavedTensor(name, tuple(piece.shape), DTYPE_NAMES.get(piece.dtype, "?"))
+            rows = replace(found, shape=(expected.shape[0], *found.shape[1:]))
+            end = done + found.num_bytes
+            if rows != expected or name not in self._missing or end > expected.num_bytes:
+                raise ValueError(f"expected rows of {expected} once, got {found}")
+            flat = piece.detach().contiguous().view(-1).view(torch.uint8)
+            self._write(memoryview(flat.numpy()), self._base + self._offsets[name] + done)
+            done = end
+        if done != expected.num_bytes:
+            raise ValueError(f"expected {expected}, got {done} bytes")
         self._missing.remove(name)
 
     def finish(self) -> None:

@@ -211,6 +211,34 @@ class WeightSource:
             with torch.no_grad():
                 sink(0, master.view(-1))
 
+    def load_range(
+        self,
+        name: str,
+        first_row: int,
+        into: torch.Tensor,
+        low: tuple[torch.Tensor, Split] | None = None,
+    ) -> None:
+        """Fill `into` [R, ...] with R rows of a parameter [V, ...] that the checkpoint holds as it is.
+
+        Args:
+            low: Where the lower halves of the master weights go, int16, and what makes the halves; see `load_split`.
+        """
+        rule, whole = self.keymap.load_rules[self.keymap.canonical(name)], self.keymap.shapes[name]
+        fits = 0 <= first_row <= whole[0] - len(into) and into.shape[1:] == whole[1:]
+        if rule.converter is not None or not fits or not into.is_contiguous():
+            raise ValueError(
+                f'"{name}" {list(whole)}: no rows from {first_row} on go into {list(into.shape)} unchanged'
+            )
+        extent = self.checkpoint.tensors[rule.inputs[0]]
+        row_bytes = extent.num_bytes // whole[0]
+        sink = _copy_into(into.view(-1)) if low is None else _split_into((into, low[0]), low[1])
+        job = _Job(
+            extent.path, extent.offset + first_row * row_bytes, len(into) * row_bytes,
+            TORCH_DTYPES[extent.dtype], sink,
+        )  # fmt: skip
+        with self._lock, torch.no_grad():
+            self._stream([job])
+
     def load_rows(self, name: str, rows: Sequence[int], into: torch.Tensor) -> None:
         """Fill `into` [len(rows), D] with some rows of a parameter [V, D], such as an embedding's.
 

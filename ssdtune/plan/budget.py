@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ssdtune.plan.generate import EMBED, HEAD
 from ssdtune.plan.residency import PartSize
 
 EXTENT_ALIGNMENT = 4096
@@ -162,12 +163,11 @@ def step_traffic(
     """
     read = dict.fromkeys(STATE_KINDS.values(), 0)
     written = dict(read)
-    tied = all(part.stage != "head" for part in parts)
+    tied = all(part.stage.partition(".")[0] != HEAD for part in parts)
     for part in parts:
         if part.name in resident:
             continue
-        # A block is needed in forward and backward, a tied embedding for the input and the head.
-        loads = 2 if part.stage.startswith("block.") or (part.stage == "embed" and tied) else 1
+        loads = _loads(part, tied)
         if not part.trained:
             read["weights"] += part.weight_bytes * loads
         for state, num_bytes in state_bytes(part).items():
@@ -198,6 +198,19 @@ def mean_written_bytes(
     """Return what a step writes in the mean, with as many clipped steps as there can be."""
     again = run.clipped_share * rewritten_bytes(parts, run, resident)
     return step_traffic(parts, run, resident).written_bytes + round(again)
+
+
+def _loads(part: PartSize, tied: bool) -> int:
+    """Return how often a step needs a part's weights."""
+    name, divided, _ = part.stage.partition(".")
+    if name == "block":
+        return 2
+    head = 2 if divided else 1  # for the losses, and for their gradients
+    if name == HEAD:
+        return head
+    if name == EMBED and tied:  # a divided one once more, when its own gradient is complete
+        return 1 + head + (bool(divided) and part.trained)
+    return 1
 
 
 def save_traffic(

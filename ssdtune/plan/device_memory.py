@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ssdtune.errors import CapacityError
+from ssdtune.plan.generate import EMBED, HEAD, OUTER, end_slots
 from ssdtune.units import MIB, format_memory
 
 if TYPE_CHECKING:
@@ -116,10 +117,11 @@ def device_bytes(
 
 
 def class_bytes(by_stage: dict[str, int], block_slots: int) -> int:
-    """Return the bytes of slots for each class of stages: one for `outer`, one for both ends, some for blocks."""
+    """Return the bytes of slots for each class of stages: one for `outer`, one or two for both ends, some for blocks."""
     blocks = [size for stage, size in by_stage.items() if stage.startswith("block.")]
-    ends = [by_stage.get("embed", 0), by_stage.get("head", 0)]
-    return by_stage.get("outer", 0) + max(ends) + block_slots * max(blocks, default=0)
+    ends = {stage: size for stage, size in by_stage.items() if stage.startswith((EMBED, HEAD))}
+    ends_bytes = len(end_slots(ends)) * max(ends.values(), default=0)
+    return by_stage.get(OUTER, 0) + ends_bytes + block_slots * max(blocks, default=0)
 
 
 def refusal(need: dict[str, int], limits: DeviceLimits) -> CapacityError:

@@ -2,8 +2,13 @@
 
 All micro-batches go through a block before the next block begins, so weights cross the SSD twice a step
 whatever the accumulation. Weights live in slots of three classes: `outer` (small weights, one slot),
-`ends` (embedding and head, one slot) and `block` (`block_slots` of them). A slot is refilled as soon as its
-last user is done; a stage that still lies in a slot isn't read again.
+`ends` (embedding and head, one slot; two where one of them is divided into chunks of rows) and `block`
+(`block_slots` of them). A slot is refilled as soon as its last user is done; a stage that still lies in a slot
+isn't read again.
+
+A divided embedding is read chunk by chunk, and only the rows that are needed stay. A divided head is read twice:
+once for the losses (SCORE), once, in the other direction, for the gradients (LOSS). Where both are one matrix, its gradient is
+complete only after the embedding's backward pass; so it is made in a third pass (ROWS_BACKWARD).
 
 The optimizer works on the weights where they lie, so an update that follows the backward pass finds them in
 their slot, and the forward pass that follows a pending update finds the new ones there.
@@ -18,6 +23,23 @@ from functools import cached_property
 from ssdtune.plan.schedule import Keeps, Kind, Lane, Schedule
 
 OUTER, EMBED, HEAD = "outer", "embed", "head"
+
+
+def end_stages(name: str, chunks: int) -> list[str]:
+    """Return the stages of the embedding or the head: one, or one for each chunk of its rows."""
+    return [name] if chunks == 1 else [f"{name}.{number}" for number in range(chunks)]
+
+
+def stage_class(stage: str) -> str:
+    """Return the class of slots that a stage uses: "outer", "ends" or "block"."""
+    name = stage.partition(".")[0]
+    return "ends" if name in (EMBED, HEAD) else name
+
+
+def end_slots(stages: Iterable[str]) -> list[str]:
+    """Return the slots of the class `ends`: two where a stage is a chunk, to read one while the other computes."""
+    divided = any("." in stage for stage in stages if stage_class(stage) == "ends")
+    return ["ends", "ends.1"] if divided else ["ends"]
 
 
 def block_stage(number: int) -> str:
@@ -86,7 +108,8 @@ class StepShape:
     Attributes:
         num_blocks: Blocks of the model, L.
         num_micro_batches: Micro-batches of this step (the last window of an epoch may be smaller).
-        tied: Embedding and head are one stage.
+        tied: Embedding and head are one matrix.
+        embed_chunks, head_chunks: Into how many stages they are divided; the second counts only if they are not tied.
         stages: Sizes of all stages.
         block_slots: Weight slots for blocks, at least 1: one computes, the others are read ahead or updated.
         gradient_slots: Gradient slots for blocks whose update follows at once, or whose gradient goes to SSD.
@@ -112,6 +135,8 @@ class StepShape:
     num_blocks: int
     num_micro_batches: int
     tied: bool
+    embed_chunks: int = 1
+    head_chunks: int = 1
     stages: Mapping[str, StageShape] = field(default_factory=dict)
     block_slots: int = 3
     gradient_slots: int = 2
@@ -166,16 +191,26 @@ class StepShape:
     @property
     def first_backward(self) -> int:
         """Lowest block that gradients must reach: below it nothing is trained. L if they reach none."""
-        if {OUTER, EMBED} & self.trained:
+        if {OUTER, *self.embed_stages} & self.trained:
             return 0
         return next(
             (n for n in range(self.num_blocks) if block_stage(n) in self.trained), self.num_blocks
         )
 
+    @cached_property
+    def embed_stages(self) -> list[str]:
+        """Stages of the embedding."""
+        return end_stages(EMBED, self.embed_chunks)
+
+    @cached_property
+    def head_stages(self) -> list[str]:
+        """Stages that hold the output matrix."""
+        return self.embed_stages if self.tied else end_stages(HEAD, self.head_chunks)
+
     @property
-    def head(self) -> str:
-        """Stage that holds the output matrix."""
-        return EMBED if self.tied else HEAD
+    def end_slots(self) -> list[str]:
+        """Slots of embedding and head."""
+        return end_slots([*self.embed_stages, *self.head_stages])
 
     def stage(self, name: str) -> StageShape:
         """Return a stage's sizes."""
@@ -198,10 +233,11 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Visit:
-    """A stretch of the compute lane that works with one stage's weights."""
+    """A stretch of the compute lane that works with one stage's weights; without `loads` they need not be there."""
 
     stage: str
     kind: Kind
+    loads: bool = True
 
 
 class _Updates:
@@ -281,24 +317,22 @@ class _Weights:
         self.updates = updates
         self.emitted = 0
         blocks = [_Slot(f"block.{i}") for i in range(shape.block_slots)]
-        self.slots = {"outer": [_Slot("outer")], "ends": [_Slot("ends")], "block": blocks}
+        ends = [_Slot(name) for name in shape.end_slots]
+        self.slots = {"outer": [_Slot("outer")], "ends": ends, "block": blocks}
         self.held: dict[int, _Slot] = {}
         self.first_load: dict[str, int] = {}
         """It may import the stage, so that nothing of it is in the store before."""
         self.updated: dict[str, list[int]] = {}
         """Pending updates: what must be over before the stage is read from the store again."""
 
-    def _class(self, stage: str) -> str:
-        return "outer" if stage == OUTER else "ends" if stage in (EMBED, HEAD) else "block"
-
     def _next_visit(self, stage: str, number: int) -> int:
         for later in range(number, len(self.visits)):
-            if self.visits[later].stage == stage:
+            if self.visits[later].stage == stage and self.visits[later].loads:
                 return later
         return len(self.visits)
 
     def _choose(self, stage: str, number: int) -> _Slot:
-        slots = self.slots[self._class(stage)]
+        slots = self.slots[stage_class(stage)]
         for slot in slots:
             if slot.stage == stage:
                 return slot
@@ -310,6 +344,9 @@ class _Weights:
         """Emit the loads of visits up to `number` whose slot is free before visit `computing` begins."""
         while self.emitted <= min(number, len(self.visits) - 1):
             visit = self.visits[self.emitted]
+            if not visit.loads:
+                self.emitted += 1
+                continue
             slot = self._choose(visit.stage, self.emitted)
             if slot.stage != visit.stage:
                 if slot.last_visit >= computing:
@@ -349,7 +386,7 @@ class _Weights:
         self, stage: str, gradient: str, complete: int, *, speculative: bool = False
     ) -> list[int]:
         """Emit the update of a stage whose gradient is complete, and return when the gradient has served."""
-        slots = self.slots[self._class(stage)]
+        slots = self.slots[stage_class(stage)]
         holder = next((slot for slot in slots if slot.stage == stage), None)
         slot = holder or self._choose(stage, len(self.visits))
         # The first load may import the stage; a pending update wrote what this one reads.
@@ -359,6 +396,8 @@ class _Weights:
             stage, slot, with_weights=holder is None, gradient_slot=gradient, readable=readable,
             complete=complete, speculative=speculative,
         )  # fmt: skip
+        if holder is None:  # the next one of this class takes another slot
+            slot.last_visit = max(other.last_visit for other in slots) + 1
         slot.stage = stage
         slot.uses += written
         return computed
@@ -376,7 +415,7 @@ class _Gradients:
         self.left: dict[str, int] = {}
         """Of each slot on the device, when its gradient has left it for the host."""
         self.collected: list[int] = []
-        self.next_block_slot = 0
+        self.next_slot: dict[str, int] = {}
         self.current: dict[str, str] = {}
 
     def slot(self, stage: str) -> str:
@@ -385,11 +424,12 @@ class _Gradients:
             return ""
         if stage not in self.current:
             name = gradient_slot(self.shape, stage)
-            if not name and stage in (OUTER, EMBED, HEAD):
-                name = OUTER if stage == OUTER else "ends"
-            elif not name:
-                name = passing_slot(self.next_block_slot)
-                self.next_block_slot = (self.next_block_slot + 1) % self.shape.gradient_slots
+            if not name:
+                kind = stage_class(stage)
+                passing = [passing_slot(number) for number in range(self.shape.gradient_slots)]
+                slots = {"outer": [OUTER], "ends": self.shape.end_slots, "block": passing}[kind]
+                number = self.next_slot.get(kind, 0)
+                name, self.next_slot[kind] = slots[number], (number + 1) % len(slots)
             self.current[stage] = name
         return self.current[stage]
 
@@ -439,9 +479,10 @@ def gradient_slot(shape: StepShape, stage: str) -> str:
 
 def device_gradient_slot(stage: str, count: int) -> str:
     """Return the slot on the device in which a stage's gradient is summed up; blocks take turns in `count` of them."""
-    if stage in (EMBED, HEAD):
-        return "ends"
-    return stage if stage == OUTER or not count else f"block.{int(stage.partition('.')[2]) % count}"
+    number = int(stage.partition(".")[2] or 0)
+    if stage_class(stage) == "ends":  # chunks take turns, too
+        return ("ends", "ends.1")[number % 2]
+    return stage if stage == OUTER or not count else f"block.{number % count}"
 
 
 def passing_slot(number: int) -> str:
@@ -506,7 +547,7 @@ def generate_flush(shape: StepShape) -> Schedule:
     schedule = Schedule()
     weights = _Weights(schedule, shape, [], _Updates(schedule, shape))
     for number, stage in enumerate(s for s in stages_of(shape) if s in shape.owed):
-        slots = weights.slots[weights._class(stage)]
+        slots = weights.slots[stage_class(stage)]
         slot = slots[number % len(slots)]
         _, written = weights.updates.emit(
             stage, slot, with_weights=True, gradient_slot=gradient_slot(shape, stage),
@@ -517,15 +558,30 @@ def generate_flush(shape: StepShape) -> Schedule:
 
 
 def _visits(shape: StepShape, training: bool) -> list[_Visit]:
-    blocks = blocks_of(shape)
-    visits = [_Visit(OUTER, Kind.ENTRY_FORWARD), _Visit(EMBED, Kind.ENTRY_FORWARD)]
+    blocks, embed, head = blocks_of(shape), shape.embed_stages, shape.head_stages
+    visits = [_Visit(OUTER, Kind.LOAD)]
+    if len(embed) > 1:
+        visits += [_Visit(chunk, Kind.GATHER_ROWS) for chunk in embed]
+        visits += [_Visit(OUTER, Kind.ENTRY_FORWARD)]
+    else:
+        visits += [_Visit(EMBED, Kind.ENTRY_FORWARD)]
     visits += [_Visit(block, Kind.FORWARD) for block in blocks]
-    visits += [_Visit(shape.head, Kind.LOSS)]
-    if training:
-        visits += [
-            _Visit(block, Kind.BACKWARD) for block in reversed(blocks[shape.first_backward :])
-        ]
-    return visits
+    if len(head) > 1:
+        visits += [_Visit(chunk, Kind.SCORE) for chunk in reversed(head)]
+    if len(head) == 1 or training:
+        visits += [_Visit(chunk, Kind.LOSS) for chunk in head]
+    if not training:
+        return visits
+    visits += [_Visit(block, Kind.BACKWARD) for block in reversed(blocks[shape.first_backward :])]
+    if len(embed) == 1:
+        return [*visits, _Visit(EMBED, Kind.ENTRY_BACKWARD, loads=False)]
+    visits += [_Visit(OUTER, Kind.ENTRY_BACKWARD, loads=False)]
+    # An untied embedding's gradient needs no weights.
+    return visits + [
+        _Visit(chunk, Kind.ROWS_BACKWARD, loads=shape.tied)
+        for chunk in reversed(embed)
+        if chunk in shape.trained
+    ]
 
 
 def _generate(shape: StepShape, *, training: bool) -> Schedule:
@@ -541,7 +597,7 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
     for number, visit in enumerate(visits):
         stage = visit.stage
         weights.emit_until(number, number)
-        slot = weights.held[number]
+        slot = weights.held.get(number)
         returns = training and stage in goes_back
         keeps = shape.keeps(stage) if returns else Keeps.INPUT
         moves = returns and shape.moves(stage)
@@ -549,10 +605,12 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
             for m in micro_batches[: shape.input_slots]:
                 inputs.load(stage, m)
         weights.emit_until(number + shape.block_slots - 1, number)
-        if stage == OUTER:
+        if visit.kind == Kind.LOAD:
+            assert slot is not None
             outer_ready = slot.ready
             continue
-        ready = (slot.ready, outer_ready)
+        ready = (slot.ready, outer_ready) if slot else ()
+        adds = training and _adds_gradient(visit, shape)
         last = -1
         for m in micro_batches:
             if visit.kind == Kind.FORWARD:
@@ -574,7 +632,7 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
                     inputs.released[place] = last
             else:
                 place, free = "", []
-                if training and visit.kind == Kind.LOSS:
+                if adds:
                     place, free = gradients.slot(stage), gradients.free(stage)
                 last = add(
                     Lane.COMPUTE,
@@ -584,26 +642,28 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
                     micro_batch=m,
                     slot=place,
                 )
-        slot.uses.append(last)
-        is_complete = visit.kind == Kind.BACKWARD or (visit.kind == Kind.LOSS and not shape.tied)
-        if training and is_complete:
+        if slot:
+            slot.uses.append(last)
+        if adds and not (visit.kind == Kind.LOSS and shape.tied):
             gradients.complete(stage, last)
-
     if training:
-        for m in micro_batches:
-            last = add(
-                Lane.COMPUTE, Kind.ENTRY_BACKWARD, EMBED, after=gradients.free(EMBED), micro_batch=m,
-                slot=gradients.slot(EMBED),
-            )  # fmt: skip
-        gradients.complete(EMBED, last)
         gradients.complete(OUTER, last)
         gradients.finish()
     return schedule
 
 
+def _adds_gradient(visit: _Visit, shape: StepShape) -> bool:
+    """Say whether a visit of a training step adds to the gradient of the stage's own weights."""
+    if visit.kind == Kind.LOSS:
+        return not (shape.tied and shape.embed_chunks > 1)
+    backward = (Kind.BACKWARD, Kind.ENTRY_BACKWARD, Kind.ROWS_BACKWARD)
+    return visit.kind in backward and visit.stage != OUTER
+
+
 def stages_of(shape: StepShape) -> list[str]:
     """Return all stages in the order in which a step loads them."""
-    return [OUTER, EMBED, *blocks_of(shape), *([] if shape.tied else [HEAD])]
+    head = [] if shape.tied else shape.head_stages
+    return [OUTER, *shape.embed_stages, *blocks_of(shape), *head]
 
 
 def blocks_of(shape: StepShape) -> list[str]:

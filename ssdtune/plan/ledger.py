@@ -272,8 +272,19 @@ class Ledger:
     def loss(self) -> Work:
         """Return head and loss for all tokens, forward and backward."""
         share = 1.0 if self.training.adapter_parameters else 2.0
-        share = 1 + share * self.training.backward_slowness
+        return self._head(forward=1, backward=share)
+
+    def _head(self, *, forward: int, backward: float) -> Work:
+        """Return products with the head for all tokens: forward ones, and backward ones, which take longer."""
+        share = forward + backward * self.training.backward_slowness
         return Work(flop=share * 2.0 * self.model.head_parameters * self.training.tokens)
+
+    def chunk(self, kind: Kind, chunks: int) -> Work:
+        """Return what a chunk of a divided head takes for all tokens in one of its passes."""
+        # The losses are forward only; a tied matrix's own gradient comes in the last pass.
+        own = 0 if self.training.adapter_parameters or self.model.tied else 1
+        backward = {Kind.SCORE: 0, Kind.LOSS: 1 + own, Kind.ROWS_BACKWARD: 1}[kind]
+        return scaled(self._head(forward=1, backward=backward), 1 / chunks)
 
     def update(self, elements: float, *, read: float, write: float, requests: float) -> Work:
         """Return AdamW over so many elements that reads and writes so many bytes of each."""
@@ -399,6 +410,13 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
             return Work(write_bytes=moved, requests=1)
         case Kind.LOAD_INPUT:
             return Work(read_bytes=moved, requests=1)
+        case Kind.ROWS_BACKWARD if not shape.tied:
+            zeros = 0 if operation.micro_batch else 4 * stage.trained_numel
+            return Work(copied_bytes=zeros)  # the sum begins with zeros
+        case Kind.SCORE | Kind.LOSS | Kind.ROWS_BACKWARD if len(shape.head_stages) > 1:
+            added = _added_bytes(operation, stage, training) if operation.slot else 0
+            work = ledger.chunk(operation.kind, len(shape.head_stages))
+            return replace(scaled(work, micro), copied_bytes=added)
         case Kind.LOSS:
             added = _added_bytes(operation, stage, training)
             return replace(scaled(ledger.loss(), micro), copied_bytes=added)

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from ssdtune.plan.schedule import Keeps, Kind, Operation
 
-COMPUTING = (Kind.ENTRY_FORWARD, Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.ENTRY_BACKWARD)
+COMPUTING = (
+    Kind.GATHER_ROWS, Kind.ENTRY_FORWARD, Kind.FORWARD, Kind.SCORE, Kind.LOSS, Kind.BACKWARD,
+    Kind.ENTRY_BACKWARD, Kind.ROWS_BACKWARD,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -198,10 +198,13 @@ def _largest_first(values: dict[str, float]) -> dict[str, float]:
 
 
 def _summary(stages: Sequence[str]) -> str:
-    """Write `block.3, block.4, block.7, head` as `block.3 to block.7, head`."""
-    blocks = [stage for stage in stages if stage.startswith("block.")]
-    others = [stage for stage in stages if stage not in blocks]
-    if len(blocks) > 1:
-        numbers = sorted(int(stage.removeprefix("block.")) for stage in blocks)
-        blocks = [f"block.{numbers[0]} to block.{numbers[-1]}"]
-    return ", ".join([*blocks, *others])
+    """Write `head, block.3, block.4, block.7` as `head, block.3 to block.7`."""
+    groups: dict[str, list[int]] = {}
+    for stage in stages:
+        name, _, number = stage.partition(".")
+        groups.setdefault(name, []).extend([int(number)] if number else [])
+    return ", ".join(
+        name if not numbers
+        else f"{name}.{min(numbers)}" + (f" to {name}.{max(numbers)}" if len(numbers) > 1 else "")
+        for name, numbers in sorted(groups.items(), key=lambda item: item[0] != "block")
+    )

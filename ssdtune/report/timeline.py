@@ -19,7 +19,7 @@ COLOURS = {
     "load": "#4e79a7", "upload": "#86bcb6", "entry-forward": "#8cd17d", "forward": "#59a14f",
     "loss": "#b6992d", "backward": "#499894", "entry-backward": "#79706e", "save-input": "#d4a6c8",
     "load-input": "#b07aa1", "collect-gradient": "#fabfd2", "save-gradient": "#ff9d9a",
-    "clip": "#000000", "update": "#e15759", "load-states": "#f28e2b", "save-states": "#edc948",
+    "gather-rows": "#d4e157", "score": "#f1ce63", "rows-backward": "#a0a0a0", "clip": "#000000", "update": "#e15759", "load-states": "#f28e2b", "save-states": "#edc948",
 }  # fmt: skip
 """One colour for each kind of operation."""
 

@@ -23,7 +23,7 @@ from ssdtune.io.tickets import Tickets
 from ssdtune.model.build import base_name
 from ssdtune.model.layout import ModelLayout, Part, Stage, TensorSpec
 from ssdtune.model.source import WeightSource
-from ssdtune.plan.generate import device_gradient_slot, passing_slot
+from ssdtune.plan.generate import device_gradient_slot, end_slots, passing_slot, stage_class
 from ssdtune.plan.residency import ComputeSize, MemoryPlan
 from ssdtune.store.layout import StateSpec, UnitSpec
 from ssdtune.store.store import Store
@@ -179,9 +179,13 @@ class SwapManager:
     def _stages_by_class(self) -> dict[str, list[Stage]]:
         classes: dict[str, list[Stage]] = {"outer": [], "ends": [], "block": []}
         for stage in self.layout.stages.values():
-            name = "ends" if stage.name in ("embed", "head") else stage.name.partition(".")[0]
-            classes[name].append(stage)
+            classes[stage_class(stage.name)].append(stage)
         return classes
+
+    def _slots(self, kind: str, of_blocks: list[str]) -> list[str]:
+        """Return the names of the slots of a class of stages."""
+        others = {"outer": ["outer"], "ends": end_slots(self.layout.stages)}
+        return of_blocks if kind == "block" else others[kind]
 
     def _make_weight_slots(self) -> dict[str, _WeightSlot]:
         slots = {}
@@ -190,10 +194,7 @@ class SwapManager:
                 sum(p.weight_bytes for p in s.parts if self._has_place(p)) for s in stages
             )
             whole = max(sum(aligned_size(p.weight_bytes) for p in s.parts) for s in stages)
-            names = (
-                [f"block.{i}" for i in range(self.plan.block_slots)] if name == "block" else [name]
-            )
-            for slot in names:
+            for slot in self._slots(name, [f"block.{i}" for i in range(self.plan.block_slots)]):
                 host = self._buffer(streamed, f"weights of {name}")
                 slots[slot] = _WeightSlot(host, self.device.allocate(whole, "weight slots"))
         return slots
@@ -203,8 +204,7 @@ class SwapManager:
         for name, stages in self._stages_by_class().items():
             passing = [s for s in stages if s.name not in self.plan.gradients_in_memory]
             numel = max((_gradient_numel(stage) for stage in passing), default=0)
-            count = self.plan.gradient_slots if name == "block" else 1
-            names = [passing_slot(i) for i in range(count)] if name == "block" else [name]
+            names = self._slots(name, [passing_slot(i) for i in range(self.plan.gradient_slots)])
             sizes |= dict.fromkeys(names, numel)
         for stage in self.layout.stages.values():
             if stage.name in self.plan.gradients_in_memory:
@@ -221,7 +221,7 @@ class SwapManager:
         assert count or not self.device.own_memory, "the memory of the device was not planned"
         for name, stages in self._stages_by_class().items():
             numel = max(_gradient_numel(stage) for stage in stages)
-            names = [f"block.{i}" for i in range(count)] if name == "block" else [name]
+            names = self._slots(name, [f"block.{i}" for i in range(count)])
             sizes |= dict.fromkeys(names if numel else (), numel)
         places = {
             name: self.device.allocate(4 * numel, "gradients") for name, numel in sizes.items()
@@ -338,7 +338,12 @@ class SwapManager:
         return slot.host if slot.place is None else slot.place
 
     def _read_original(self, part: Part, weights: torch.Tensor) -> None:
-        into = {base_name(spec.name): part.view(weights, spec) for spec in part.tensors}
+        into = {}
+        for spec in part.tensors:
+            if spec.first_row is None:
+                into[base_name(spec.name)] = part.view(weights, spec)
+            else:
+                self._source.load_range(base_name(spec.name), spec.first_row, part.view(weights, spec))
         self._source.load(list(into), into)
 
     def _read_straight(self, part: Part, slot_name: str) -> None:
@@ -355,7 +360,11 @@ class SwapManager:
 
     def _first_values(self, part: Part, weights: torch.Tensor, low: torch.Tensor | None) -> None:
         """Fill a trained part from the original checkpoint or from its initial values."""
-        stored = [spec for spec in part.tensors if spec.name not in self._initial]
+        stored = [
+            spec
+            for spec in part.tensors
+            if spec.name not in self._initial and spec.first_row is None
+        ]
         high = {base_name(spec.name): part.view(weights, spec) for spec in stored}
         if low is None:
             self._source.load(list(high), high)
@@ -363,7 +372,12 @@ class SwapManager:
             lows = {base_name(spec.name): part.view(low, spec) for spec in stored}
             self._source.load_split(list(high), high, lows, self._split)
         for spec in part.tensors:
-            if spec.name in self._initial:
+            if spec.first_row is not None:
+                halves = None if low is None else (part.view(low, spec), self._split)
+                self._source.load_range(
+                    base_name(spec.name), spec.first_row, part.view(weights, spec), halves
+                )
+            elif spec.name in self._initial:
                 if low is None:
                     part.view(weights, spec).copy_(self._initial[spec.name])
                 else:
@@ -466,7 +480,7 @@ class SwapManager:
         """Return a gradient slot that is large enough for the stage, for use outside of a schedule."""
         if stage_name in self.plan.gradients_in_memory or stage_name == "outer":
             return stage_name
-        return "ends" if stage_name in ("embed", "head") else passing_slot(0)
+        return "ends" if stage_class(stage_name) == "ends" else passing_slot(0)
 
     def gradient(self, part: Part, slot_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a trained part's gradient in a slot, fp32 [N]: on the host, and where it is summed up."""

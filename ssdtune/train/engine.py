@@ -17,6 +17,7 @@ from ssdtune.data.batches import Batch
 from ssdtune.device.base import Device, Event, explained
 from ssdtune.errors import SsdtuneError
 from ssdtune.model.blocks import BlockModel, Entry
+from ssdtune.model.chunked_loss import ChunkedLoss, LogitsOf
 from ssdtune.model.layout import ModelLayout, Part, Stage
 from ssdtune.model.loss import loss_by_chunks
 from ssdtune.model.products import recorded, replayed
@@ -25,7 +26,6 @@ from ssdtune.optim.loss_scale import LossScale
 from ssdtune.optim.schedule import clip_coefficient
 from ssdtune.plan.generate import (
     EMBED,
-    HEAD,
     OUTER,
     Piece,
     StageShape,
@@ -45,6 +45,7 @@ from ssdtune.train.lanes import Lanes, Span
 from ssdtune.train.nonfinite import FiniteWatch, NotFinite
 from ssdtune.train.seeds import stage_seed
 from ssdtune.train.speculation import Speculation
+from ssdtune.train.token_rows import TokenRows
 
 ADDED_AT_ONCE = 1 << 20
 """Elements of a gradient that are converted to fp32 and added at once."""
@@ -97,6 +98,8 @@ class _State:
     batches: list[dict[str, torch.Tensor]]
     labels: list[torch.Tensor]
     num_items: float
+    token_rows: dict[int, TokenRows] = field(default_factory=dict)
+    """Of a divided embedding."""
     entries: dict[int, Entry] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
@@ -106,6 +109,8 @@ class _State:
     computed: dict[str, Event] = field(default_factory=dict)
     gradient_slots: dict[str, str] = field(default_factory=lambda: {OUTER: OUTER})
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    chunked: dict[int, ChunkedLoss] = field(default_factory=dict)
+    """Of a divided head."""
     losses: list[torch.Tensor] = field(default_factory=list)
     squares: dict[str, float] = field(default_factory=dict)
     norm: float = 0.0
@@ -175,16 +180,21 @@ class Engine:
         """Before and after operations of the compute lane, by their index."""
         self._state: _State
         self._pending: _Update | None = None
-        stages = blocks.layout.stages
+        layout = blocks.layout
         self._vocab_size = blocks.model.config.get_text_config().vocab_size
-        self._embedding_part = next(
-            (part, index)
-            for part in stages[EMBED].parts
+        self._embedding_parts = {
+            stage: (part, index)
+            for stage in layout.embed_stages
+            for part in layout.stages[stage].parts
             for index, spec in enumerate(part.tensors)
             if spec.name == blocks.embedding_name
-        )
+        }
+        self._rows = {
+            stage: layout.stages[stage].parts[0].tensors[0].rows
+            for stage in (*layout.embed_stages, *layout.head_stages)
+        }
         self._first_backward = shape.first_backward
-        self._entry_trained = bool({OUTER, EMBED} & shape.trained)
+        self._entry_trained = bool({OUTER, *shape.embed_stages} & shape.trained)
 
     @property
     def pending(self) -> bool:
@@ -307,6 +317,10 @@ class Engine:
             [torch.from_numpy(batch.labels).to(where) for batch in batches],
             num_items,
         )  # fmt: skip
+        if len(self.shape.embed_stages) > 1:
+            self._state.token_rows = {
+                m: TokenRows(batch.input_ids, where) for m, batch in enumerate(batches)
+            }
         return self._state
 
     def _run(self, schedule: Schedule) -> list[Span]:
@@ -328,6 +342,8 @@ class Engine:
             case Kind.UPLOAD:
                 self.swap.upload(stage, slot)
                 self._slot_of[stage] = slot
+            case Kind.GATHER_ROWS:
+                self._gather_rows(stage, m)
             case Kind.ENTRY_FORWARD:
                 self._entry_forward(m)
             case Kind.FORWARD:
@@ -336,12 +352,18 @@ class Engine:
                 self.swap.save_input(stage, m, slot)
             case Kind.LOAD_INPUT:
                 self.swap.load_input(stage, m, slot)
+            case Kind.SCORE:
+                self._score(stage, m)
+            case Kind.LOSS if len(self.shape.head_stages) > 1:
+                self._chunk_loss(stage, m, slot)
             case Kind.LOSS:
                 self._loss(stage, m, slot)
             case Kind.BACKWARD:
                 self._backward(stage, m, operation)
             case Kind.ENTRY_BACKWARD:
                 self._entry_backward(m, slot)
+            case Kind.ROWS_BACKWARD:
+                self._rows_backward(stage, m, slot)
             case Kind.COLLECT_GRADIENT:
                 self._collect(stage, slot)
             case Kind.SAVE_GRADIENT:
@@ -421,19 +443,27 @@ class Engine:
         if self._state.training:
             self.device.seed(stage_seed(self._seed, self._state.step, m, stage))
 
+    def _gather_rows(self, stage: str, m: int) -> None:
+        part, index = self._embedding_parts[stage]
+        weights = self.swap.weights(stage, self._slot_of[stage])[part.tensors[index].name]
+        in_fp16 = self.loss_scale and weights.dtype == torch.bfloat16  # see `_leaves`
+        dtype = torch.float16 if in_fp16 else weights.dtype
+        self._state.token_rows[m].gather(weights, self._rows[stage], dtype)
+
     def _entry_forward(self, m: int) -> None:
         state = self._state
+        rows = state.token_rows.get(m)
         with torch.set_grad_enabled(state.training):
-            tensors = {
-                **self._leaves(OUTER, state.training),
-                **self._leaves(EMBED, state.training),
-            }
-            part, _ = self._embedding_part
+            tensors = self._leaves(OUTER, state.training)
+            if rows is None:
+                tensors |= self._leaves(EMBED, state.training)
+            trained = any(part.trained for part, _ in self._embedding_parts.values())
             entry = self.blocks.enter(
                 tensors,
                 state.batches[m],
-                state.training and part.trained,
+                state.training and trained,
                 at_start=lambda: self._seed_stage(m, 0),
+                gathered=rows.take() if rows else None,
             )
         state.entries[m] = entry
         state.hidden[m] = entry.hidden.detach()
@@ -506,15 +536,8 @@ class Engine:
         hidden = state.hidden.pop(m)
         gradient = torch.zeros_like(hidden) if state.training else None
         state.gradient_slots[stage] = slot
-        tensors = {**self._leaves(OUTER, state.training), **self._leaves(stage, state.training)}
-        seeds = iter([self.shape.num_blocks + 1])
-
-        def seed_once() -> None:
-            for stage_number in seeds:
-                self._seed_stage(m, stage_number)
-
         loss = loss_by_chunks(
-            lambda piece: self.blocks.logits(tensors, piece, seed_once), hidden, state.labels[m],
+            self._logits_of(stage, m, state.training, state.training), hidden, state.labels[m],
             vocab_size=self._vocab_size, num_items=state.num_items, gradient=gradient,
             scale=self.loss_scale.scale if self.loss_scale else 1.0,
         )  # fmt: skip
@@ -523,6 +546,45 @@ class Engine:
             state.gradients[m] = gradient
         else:
             del state.entries[m]
+
+    def _logits_of(self, stage: str, m: int, outer_trains: bool, head_trains: bool) -> LogitsOf:
+        """Return what gives the logits of the head, or of a chunk of it."""
+        tensors = self._leaves(OUTER, outer_trains) | self._leaves(stage, head_trains)
+        seeds = iter([self.shape.num_blocks + 1])
+
+        def seed_once() -> None:
+            for stage_number in seeds:
+                self._seed_stage(m, stage_number)
+
+        return lambda piece: self.blocks.logits(tensors, piece, seed_once)
+
+    def _score(self, stage: str, m: int) -> None:
+        state, chunks = self._state, self.shape.head_stages
+        if m not in state.chunked:
+            most = max(len(self._rows[chunk]) for chunk in chunks)
+            state.chunked[m] = ChunkedLoss(state.hidden.pop(m), state.labels[m], most)
+        loss = state.chunked[m]
+        loss.add(self._logits_of(stage, m, False, False), self._rows[stage])
+        if stage == chunks[0]:  # the last one
+            state.losses.append(loss.losses(state.num_items))
+            if not state.training:
+                del state.entries[m], state.chunked[m]
+
+    def _chunk_loss(self, stage: str, m: int, slot: str) -> None:
+        """Run the backward pass of a chunk of the head; if tied, its own gradient is made later (`_rows_backward`)."""
+        state = self._state
+        state.gradient_slots[stage] = slot
+        loss = state.chunked[m]
+        loss.backward(self._logits_of(stage, m, True, bool(slot)), self._rows[stage], self._weight)
+        if stage == self.shape.head_stages[-1]:
+            state.gradients[m] = loss.take_gradient()
+            if not (self.shape.tied and stage in self.shape.trained):
+                del state.chunked[m]
+
+    @property
+    def _weight(self) -> float:
+        """By which the gradient of a token's loss is multiplied."""
+        return (self.loss_scale.scale if self.loss_scale else 1.0) / self._state.num_items
 
     def _backward(self, stage: str, m: int, operation: Operation) -> None:
         state, number = self._state, int(stage.partition(".")[2])
@@ -552,22 +614,41 @@ class Engine:
 
     def _entry_backward(self, m: int, slot: str) -> None:
         state = self._state
-        state.gradient_slots[EMBED] = slot
         entry, gradient = state.entries.pop(m), state.gradients.pop(m, None)
         if not entry.hidden.requires_grad:
             return
         torch.autograd.backward(entry.hidden, gradient)
         if entry.rows.grad is None:
             return
-        part, index = self._embedding_part
-        target = self._gradient_of(part, index, slot)
-        if not state.update.present[part.name][index]:
-            target.zero_()
-            state.update.present[part.name][index] = True
-        rows = entry.rows.grad.float()
+        gradient = entry.rows.grad
         if self.blocks.padding_row is not None:
-            rows[entry.ids == self.blocks.padding_row] = 0
-        target.index_add_(0, entry.ids, rows)
+            gradient[entry.ids == self.blocks.padding_row] = 0
+        if m in state.token_rows:
+            state.token_rows[m].gradient = gradient
+            return
+        state.gradient_slots[EMBED] = slot
+        self._started(EMBED, slot).index_add_(0, entry.ids, gradient.float())
+
+    def _rows_backward(self, stage: str, m: int, slot: str) -> None:
+        state, rows = self._state, self._rows[stage]
+        state.gradient_slots[stage] = slot
+        if self.shape.tied:
+            logits_of = self._logits_of(stage, m, False, True)
+            state.chunked[m].backward(logits_of, rows, self._weight, to_hidden=False)
+        if state.token_rows[m].gradient is not None:
+            state.token_rows[m].add_gradient(self._started(stage, slot), rows)
+        if stage == self.shape.embed_stages[0]:  # the last one
+            state.token_rows.pop(m)
+            state.chunked.pop(m, None)
+
+    def _started(self, stage: str, slot: str) -> torch.Tensor:
+        """Return the sum of the gradients of the embedding, or of a chunk of its rows: zeros if nothing was added yet."""
+        part, index = self._embedding_parts[stage]
+        target = self._gradient_of(part, index, slot)
+        if not self._state.update.present[part.name][index]:
+            target.zero_()
+            self._state.update.present[part.name][index] = True
+        return target
 
     def _clip(self) -> None:
         state = self._state
@@ -656,7 +737,9 @@ def make_step_shape(
     return StepShape(
         num_blocks=layout.num_blocks,
         num_micro_batches=1,
-        tied=HEAD not in layout.stages,
+        tied=layout.tied,
+        embed_chunks=len(layout.embed_stages),
+        head_chunks=len(layout.head_stages),
         stages={
             name: stage_shape(stage, plan, pieces.get(name, ()), precision)
             for name, stage in layout.stages.items()

@@ -75,21 +75,27 @@ def write_result(
     Raises:
         SsdtuneError: See `export_weights` and `export_adapter`.
     """
-    places = {
-        spec.name: (part, spec) for part in blocks.layout.trained_parts for spec in part.tensors
-    }
+    places: dict[str, list[tuple[Part, TensorSpec]]] = {}
+    for part in blocks.layout.trained_parts:
+        for spec in part.tensors:
+            places.setdefault(spec.name, []).append((part, spec))
     if built.peft is None:
         keymap = built.keymap
 
-        def get_tensor(name: str) -> torch.Tensor:
-            part, spec = places[keymap.canonical(name)]
-            return read(part, spec, keymap.dtype_of(name, checkpoint) == torch.bfloat16)
+        def pieces(name: str) -> Iterator[torch.Tensor]:
+            high_only = keymap.dtype_of(name, checkpoint) == torch.bfloat16
+            return (read(part, spec, high_only) for part, spec in places[keymap.canonical(name)])
+
+        def get_rows(name: str) -> Iterator[torch.Tensor] | None:
+            divided = name not in keymap.buffers and len(places[keymap.canonical(name)]) > 1
+            return pieces(name) if divided else None
 
         export_weights(
             output_dir,
             checkpoint=checkpoint,
             keymap=keymap,
-            get_tensor=get_tensor,
+            get_tensor=lambda name: next(pieces(name)),
+            get_rows=get_rows,
             max_shard_bytes=max_shard_bytes,
         )
         return
@@ -100,7 +106,7 @@ def write_result(
             peft_model=built.peft,
             tensors={
                 f"base_model.model.{name}": read(part, spec, False)
-                for name, (part, spec) in places.items()
+                for name, [(part, spec)] in places.items()
             },
             base_model_name_or_path=str(
                 base.absolute() if base.is_dir() else base_model_name_or_path

@@ -15,8 +15,6 @@ from ssdtune.errors import ConfigError
 from ssdtune.hardware.profile import Rates
 from ssdtune.model.layout import ModelLayout, Stage
 from ssdtune.plan.generate import (
-    EMBED,
-    HEAD,
     StageShape,
     StepShape,
     generate_training_step,
@@ -266,15 +264,15 @@ def model_shape(prepared: Prepared) -> ModelShape:
     layout = prepared.layout
     text = prepared.built.model.config.get_text_config()
     block = _elements(layout.stages["block.0"])
-    embedding = _elements(layout.stages[EMBED])
+    embedding = sum(_elements(layout.stages[stage]) for stage in layout.embed_stages)
     return ModelShape(
         num_blocks=layout.num_blocks,
         hidden=text.hidden_size,
         block_parameters=block,
         active_block_parameters=_active(layout, text, block),
         embedding_parameters=embedding,
-        head_parameters=_elements(layout.stages[HEAD]) if HEAD in layout.stages else embedding,
-        tied=HEAD not in layout.stages,
+        head_parameters=sum(_elements(layout.stages[stage]) for stage in layout.head_stages),
+        tied=layout.tied,
     )
 
 

@@ -41,6 +41,7 @@ from ssdtune.io.buffers import aligned_size
 from ssdtune.model.blocks import BlockModel
 from ssdtune.model.build import BuiltModel, base_name, build_model
 from ssdtune.model.checkpoint import HfCheckpoint
+from ssdtune.model.chunked_loss import chunked_loss_bytes
 from ssdtune.model.footprint import Footprint, footprint
 from ssdtune.model.isolation import refuse_leaking_rows
 from ssdtune.model.layout import ModelLayout, Part
@@ -479,8 +480,16 @@ def compute_size(
         largest = _footprint(config, blocks, sequences, length, dtype)
     tokens = sequences * length
     input_bytes = aligned_size(tokens * text.hidden_size * dtype.itemsize)
-    head = next(part for part in reversed(blocks.layout.parts) if part.stage in ("embed", "head"))
-    head_gradient = max(spec.numel for spec in head.tensors) * dtype.itemsize if head.trained else 0
+    layout = blocks.layout
+    head = layout.stages[layout.head_stages[0]].parts  # the largest, if there are several
+    trained = [spec.numel for part in head if part.trained for spec in part.tensors]
+    head_gradient = max(trained, default=0) * dtype.itemsize
+    if len(layout.head_stages) == 1:
+        losses = loss_bytes(tokens, text.vocab_size, dtype.itemsize)
+    else:  # the gradients that go down are summed up in fp32
+        losses = chunked_loss_bytes(tokens, len(head[0].tensors[0].rows), dtype.itemsize)
+        more = 4 * tokens * text.hidden_size - input_bytes
+        losses += training.gradient_accumulation_steps * max(0, more)
     if dtype == torch.float16:  # trained weights are converted
         head_gradient *= 2
     scratch = 0
@@ -489,7 +498,7 @@ def compute_size(
     kept_gaps = LORA_KEPT_GAPS if config.method == "lora" else KEPT_GAPS[dtype.itemsize]
     return ComputeSize(
         block_bytes=largest.block_bytes + scratch,
-        head_bytes=loss_bytes(tokens, text.vocab_size, dtype.itemsize)
+        head_bytes=losses
         + head_gradient
         + input_bytes  # the gradient that goes down
         + scratch,

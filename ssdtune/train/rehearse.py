@@ -189,7 +189,9 @@ def _stage(prepared: Prepared, blocks: int) -> Iterator[tuple[SwapManager, list[
     shape = StepShape(
         num_blocks=blocks,
         num_micro_batches=min(2, compute.num_micro_batches),
-        tied="head" not in layout.stages,
+        tied=layout.tied,
+        embed_chunks=len(layout.embed_stages),
+        head_chunks=len(layout.head_stages),
         stages={
             name: StageShape(pieces=(Piece(numel=1),) if name in trained else ())
             for name in layout.stages
@@ -262,11 +264,12 @@ def _batch(prepared: Prepared, num_blocks: int, most_flop: float) -> tuple[Batch
 
 def _parameters(prepared: Prepared) -> tuple[int, int]:
     """Return the parameters of the head, and of a block."""
+    layout = prepared.layout
     sizes = {
         name: sum(spec.numel for part in stage.parts for spec in part.tensors)
-        for name, stage in prepared.layout.stages.items()
+        for name, stage in layout.stages.items()
     }
-    return sizes.get("head", sizes["embed"]), sizes["block.0"]
+    return sum(sizes[stage] for stage in layout.head_stages), sizes["block.0"]
 
 
 def _typical(prepared: Prepared) -> tuple[Batch, float]:

@@ -25,23 +25,26 @@ from ssdtune.plan.generate import (
     StageShape,
     StepShape,
     device_gradient_slot,
+    end_stages,
     generate_evaluation,
     generate_flush,
     generate_training_step,
     gradient_slot,
     passing_slot,
+    stage_class,
 )
 from ssdtune.plan.schedule import Keeps, Kind, Lane, Operation, Schedule
+from ssdtune.plan.times import COMPUTING
 
-COMPUTE = (Kind.ENTRY_FORWARD, Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.ENTRY_BACKWARD)
 PREVIOUS = -1
 """Stands for the micro-batches of the step before."""
 CELLS = 6
 """Into which a slot's memory is divided: pieces of one stage lie apart, those of different stages overlap."""
 
 
-def stages_of(num_blocks: int, tied: bool) -> list[str]:
-    return [OUTER, EMBED, *(f"block.{i}" for i in range(num_blocks)), *([] if tied else [HEAD])]
+def stages_of(num_blocks: int, tied: bool, chunks: tuple[int, int] = (1, 1)) -> list[str]:
+    embed, head = end_stages(EMBED, chunks[0]), end_stages(HEAD, chunks[1])
+    return [OUTER, *embed, *(f"block.{i}" for i in range(num_blocks)), *([] if tied else head)]
 
 
 def stage_shape(index: int, streamed: tuple[bool, ...], frozen: bool) -> StageShape:
@@ -55,9 +58,14 @@ def stage_shape(index: int, streamed: tuple[bool, ...], frozen: bool) -> StageSh
 @st.composite
 def shapes(draw: st.DrawFn) -> StepShape:
     num_blocks, tied = draw(st.integers(1, 8)), draw(st.booleans())
-    names = stages_of(num_blocks, tied)
-    stages = {}
+    chunks = draw(st.sampled_from([(1, 1), (1, 1), (1, 3), (3, 1), (2, 2), (4, 3), (3, 5)]))
+    names = stages_of(num_blocks, tied, chunks)
+    stages: dict[str, StageShape] = {}
     for index, name in enumerate(names):
+        first = name.partition(".")[0] + ".0"
+        if stage_class(name) == "ends" and first in stages:  # chunks are alike
+            stages[name] = stages[first]
+            continue
         pieces = draw(st.lists(st.booleans(), max_size=3)) if draw(st.booleans()) else [True]
         stages[name] = stage_shape(index, tuple(pieces), not pieces or draw(st.booleans()))
     trained = [name for name, stage in stages.items() if stage.pieces]
@@ -70,6 +78,8 @@ def shapes(draw: st.DrawFn) -> StepShape:
         num_blocks=num_blocks,
         num_micro_batches=draw(st.integers(1, 4)),
         tied=tied,
+        embed_chunks=chunks[0],
+        head_chunks=chunks[1],
         stages=stages,
         block_slots=draw(st.integers(1, 4)),
         gradient_slots=draw(st.integers(1, 3)),
@@ -182,11 +192,8 @@ def _accesses(
             writes = {("states", stage, piece)}
             if operation.speculative:
                 writes = {("states beside", stage, piece)}
-    if kind in COMPUTE:
-        used = {OUTER, stage} if kind in (Kind.ENTRY_FORWARD, Kind.LOSS) else {stage}
-        if kind == Kind.ENTRY_BACKWARD:
-            used = {OUTER}  # its graph has the outer weights, of the embedding only copied rows
-        for one in used:
+    if kind in COMPUTING:
+        for one in _used(operation, shape):
             # on the CPU host memory is computed on in place, of resident parts the states themselves
             reads |= {("slot of", one), ("device weights", slots[one])}
             reads |= _weights(shape, one, slots[one]) | _resident(shape, one)
@@ -195,6 +202,16 @@ def _accesses(
         if kind in (Kind.LOSS, Kind.ENTRY_BACKWARD) and OUTER in shape.trained:
             writes |= {("present", OUTER)} | (_on_device(OUTER, shape) or {("gradient", OUTER)})
     return reads, writes
+
+
+def _used(operation: Operation, shape: StepShape) -> set[str]:
+    """Return the stages whose weights an operation computes with."""
+    kind, stage = operation.kind, operation.stage
+    if kind == Kind.ENTRY_BACKWARD:
+        return {OUTER}  # its graph has the outer weights, of the embedding only copied rows
+    if kind == Kind.ROWS_BACKWARD:
+        return {OUTER, stage} if shape.tied else set()
+    return {OUTER, stage} if kind in (Kind.ENTRY_FORWARD, Kind.SCORE, Kind.LOSS) else {stage}
 
 
 def _on_device(stage: str, shape: StepShape) -> set[Access]:
@@ -211,7 +228,7 @@ def _resident(shape: StepShape, stage: str) -> set[Access]:
 def _scratch(stage: str, shape: StepShape) -> str:
     if gradient_slot(shape, stage) or stage == OUTER:
         return stage
-    return "ends" if stage in (EMBED, HEAD) else passing_slot(0)
+    return "ends" if stage_class(stage) == "ends" else passing_slot(0)
 
 
 # The checks
@@ -310,8 +327,8 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
                 check(served.issuperset(o for o, _ in gone), f"overwrites {gone}")
                 gradient[target] = []
 
-        if op.kind in (Kind.ENTRY_FORWARD, Kind.FORWARD, Kind.LOSS, Kind.BACKWARD):
-            for one in {stage, OUTER} if op.kind in (Kind.ENTRY_FORWARD, Kind.LOSS) else {stage}:
+        if op.kind in COMPUTING and op.kind != Kind.ENTRY_BACKWARD:
+            for one in _used(op, shape):
                 place = slot_of.get(one, "nowhere")
                 check(device.get(place) == one, f"{one} is not on the device")
                 here = host.get(place)
@@ -401,9 +418,9 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
                 check(content is not None and content.stage == stage, "its weights are gone")
                 chunks[slot] = (stage, piece, "written")
                 (beside if op.speculative else written)[stage].add(piece)
-        if op.kind in (Kind.LOSS, Kind.BACKWARD, Kind.ENTRY_BACKWARD):
+        if op.kind in (Kind.LOSS, Kind.BACKWARD, Kind.ENTRY_BACKWARD, Kind.ROWS_BACKWARD):
             targets = {slot: stage} if slot else {}
-            if op.kind != Kind.BACKWARD and OUTER in shape.trained:
+            if op.kind in (Kind.LOSS, Kind.ENTRY_BACKWARD) and OUTER in shape.trained:
                 targets[OUTER] = OUTER
             for target, one in targets.items():
                 if place := next(iter(_on_device(one, shape)), None):
@@ -429,7 +446,8 @@ def replay(order: list[Operation], shape: StepShape) -> list[str]:
             if not guessed[stage] == beside[stage] == guesses:
                 wrong.append(f"{stage}: guessed {guessed[stage]}, written {beside[stage]}")
         for stage, content in collected.items():
-            times = 2 if stage == OUTER or (stage == EMBED and shape.tied) else 1
+            times = 2 if stage == EMBED and shape.tied else 1
+            times = 1 + len(shape.head_stages) if stage == OUTER else times
             wanted = sorted([(stage, m) for m in range(shape.num_micro_batches)] * times)
             if sorted(content) != wanted:
                 wrong.append(f"{stage}: collected {content}")
@@ -447,9 +465,9 @@ def _streamed(shape: StepShape, stage: str) -> set[int]:
 
 def first_trained_block(shape: StepShape) -> int:
     """Return the lowest block whose backward pass is of any use."""
-    if OUTER in shape.trained or EMBED in shape.trained:
+    if OUTER in shape.trained or shape.embed_stages[0] in shape.trained:
         return 0
-    numbers = [int(stage.partition(".")[2]) for stage in shape.trained if "." in stage]
+    numbers = [int(stage.partition(".")[2]) for stage in shape.trained if stage_class(stage) == "block"]
     return min(numbers, default=shape.num_blocks)
 
 
@@ -528,21 +546,42 @@ def test_weights_cross_the_drive_at_most_twice(shape: StepShape) -> None:
     at_once = shape.trained - shape.deferred | shape.speculative
     for stage, num_bytes in read.items():
         sizes, number = shape.stage(stage), int(stage.partition(".")[2] or -1)
-        times = 1 + (first_trained_block(shape) <= number < first_trained_block(shape) + again)
+        if stage_class(stage) == "ends":
+            times = _times_read(stage, shape)
+        else:
+            first = first_trained_block(shape)
+            times = 1 + (first <= number < first + again)
         wanted = times * sizes.load_bytes
-        if stage == EMBED and not shape.tied and stage in at_once:
+        stays = shape.head_chunks == 1 < shape.embed_chunks == number + 1
+        if stage.startswith(EMBED) and not shape.tied and stage in at_once and not stays:
             # the head lies in the slot when the embedding's gradient is complete
             wanted += sum(piece.weight_bytes for piece in sizes.pieces if piece.streamed)
         assert num_bytes == wanted, stage
+
+
+def _times_read(stage: str, shape: StepShape) -> int:
+    """Return how often the weights of an end of the model are read: two chunks still lie in a slot when a pass turns."""
+    name, _, number = stage.partition(".")
+    if not number:
+        return 1
+    later = int(number) > 1
+    if name == HEAD or not shape.tied:
+        return 1 + (later and name == HEAD)
+    earlier = int(number) < shape.embed_chunks - 2
+    return 1 + earlier + later + (earlier and stage in shape.trained)
 
 
 @given(shapes())
 def test_evaluation_loads_everything_once_and_changes_nothing(shape: StepShape) -> None:
     schedule = generate_evaluation(shape)
     kinds = {op.kind for op in schedule.operations}
-    assert kinds == {Kind.LOAD, Kind.UPLOAD, Kind.ENTRY_FORWARD, Kind.FORWARD, Kind.LOSS}
+    wanted = {Kind.LOAD, Kind.UPLOAD, Kind.ENTRY_FORWARD, Kind.FORWARD}
+    wanted |= {Kind.GATHER_ROWS} if len(shape.embed_stages) > 1 else set()
+    assert kinds == wanted | {Kind.SCORE if len(shape.head_stages) > 1 else Kind.LOSS}
     loaded = [op.stage for op in schedule.operations if op.kind == Kind.LOAD]
-    assert sorted(loaded) == sorted(stages_of(shape.num_blocks, shape.tied))
+    stages = stages_of(shape.num_blocks, shape.tied, (shape.embed_chunks, shape.head_chunks))
+    twice = shape.embed_stages[:-2] if shape.tied else []
+    assert sorted(loaded) == sorted([*stages, *twice])
     assert not any(op.input_slot for op in schedule.operations)
 
 
@@ -557,7 +596,7 @@ def test_prefetch_needs_no_wait_for_the_block_before(shape: StepShape) -> None:
         if op.kind == Kind.FORWARD and op.micro_batch == 0
     }
     for op in schedule.operations:
-        number = int(op.stage.partition(".")[2] or 0)
+        number = int(op.stage.partition(".")[2] or 0) if stage_class(op.stage) == "block" else 0
         if op.kind == Kind.LOAD and number >= 1 and op.index < forward[f"block.{number - 1}"]:
             assert not closure[op.index] >> forward[f"block.{number - 1}"] & 1
 
