@@ -55,7 +55,9 @@ class ChunkedLoss:
             hidden, shifted_labels(labels), chunk_tokens(most_rows)
         ):
             target = target.reshape(-1)
-            highest = piece.new_full(target.shape, torch.finfo(torch.float32).min, dtype=torch.float32)
+            highest = piece.new_full(
+                target.shape, torch.finfo(torch.float32).min, dtype=torch.float32
+            )
             total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
             self._pieces.append(_Piece(piece, target, positions, highest, total, chosen))
         self._gradient: torch.Tensor | None = None

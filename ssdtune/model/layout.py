@@ -105,9 +105,11 @@ class ModelLayout:
     @property
     def head_stages(self) -> list[str]:
         """The head's stage, or one for each chunk of its rows; those of the embedding if both are tied."""
-        return self.embed_stages if self.tied else [
-            name for name in self.stages if name.partition(".")[0] == "head"
-        ]
+        return (
+            self.embed_stages
+            if self.tied
+            else [name for name in self.stages if name.partition(".")[0] == "head"]
+        )
 
     @property
     def parts(self) -> list[Part]:

@@ -60,7 +60,9 @@ def loss_by_chunks(
         Sum of the losses divided by `num_items`, fp32 scalar.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for piece, target, indices in pieces_of(hidden, shifted_labels(labels), chunk_tokens(vocab_size)):
+    for piece, target, indices in pieces_of(
+        hidden, shifted_labels(labels), chunk_tokens(vocab_size)
+    ):
         piece = piece.detach().requires_grad_(gradient is not None)
         with torch.set_grad_enabled(gradient is not None):
             logits = logits_of(piece)

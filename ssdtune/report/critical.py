@@ -204,7 +204,8 @@ def _summary(stages: Sequence[str]) -> str:
         name, _, number = stage.partition(".")
         groups.setdefault(name, []).extend([int(number)] if number else [])
     return ", ".join(
-        name if not numbers
+        name
+        if not numbers
         else f"{name}.{min(numbers)}" + (f" to {name}.{max(numbers)}" if len(numbers) > 1 else "")
         for name, numbers in sorted(groups.items(), key=lambda item: item[0] != "block")
     )

@@ -343,7 +343,9 @@ class SwapManager:
             if spec.first_row is None:
                 into[base_name(spec.name)] = part.view(weights, spec)
             else:
-                self._source.load_range(base_name(spec.name), spec.first_row, part.view(weights, spec))
+                self._source.load_range(
+                    base_name(spec.name), spec.first_row, part.view(weights, spec)
+                )
         self._source.load(list(into), into)
 
     def _read_straight(self, part: Part, slot_name: str) -> None:

@@ -467,7 +467,9 @@ def first_trained_block(shape: StepShape) -> int:
     """Return the lowest block whose backward pass is of any use."""
     if OUTER in shape.trained or shape.embed_stages[0] in shape.trained:
         return 0
-    numbers = [int(stage.partition(".")[2]) for stage in shape.trained if stage_class(stage) == "block"]
+    numbers = [
+        int(stage.partition(".")[2]) for stage in shape.trained if stage_class(stage) == "block"
+    ]
     return min(numbers, default=shape.num_blocks)
 
 
