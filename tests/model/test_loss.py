@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ssdtune.model import loss as loss_module
 from ssdtune.model.blocks import BlockModel
 from ssdtune.model.build import build_model
 from ssdtune.model.checkpoint import HfCheckpoint
+from ssdtune.model.chunked_loss import ChunkedLoss
 from ssdtune.model.loss import IGNORED, chunk_tokens, loss_by_chunks, shifted_labels
 from tests.toy import make_checkpoint
 
@@ -80,6 +82,37 @@ def test_chunks_equal_the_whole(problem: tuple[torch.Tensor, torch.Tensor, int, 
     tokens = sum(rows * positions for rows, positions, _ in shapes) // 2
     # a micro-batch that fits goes whole; of others only what is learned
     assert tokens == (batch * length if batch * length <= chunk and learned else learned)
+
+
+@given(problems(), st.integers(1, 600), st.booleans())
+def test_chunks_of_the_head_equal_the_whole(
+    problem: tuple[torch.Tensor, torch.Tensor, int, int], size: int, descending: bool
+) -> None:
+    """Some rows of the head at a time, in either direction, its own gradient at once or later."""
+    hidden, labels, vocab, tokens = problem
+    head = torch.randn(vocab, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    head *= 20  # some logits are far above others
+    leaf = head.clone().requires_grad_()
+    chunks = [range(first, min(first + size, vocab)) for first in range(0, vocab, size)]
+
+    def logits_of(rows: range) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda piece: piece @ leaf[rows.start : rows.stop].T
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_module, "LOGIT_BYTES", tokens * 4 * min(size, vocab))
+        found = ChunkedLoss(hidden, labels, min(size, vocab))
+    for rows in chunks[::-1] if descending else chunks:
+        found.add(logits_of(rows), rows)
+    wanted, hidden_gradient, head_gradient = whole(hidden, head, labels, 5.0)
+    torch.testing.assert_close(found.losses(5.0), wanted, rtol=1e-5, atol=1e-5)
+    for rows in chunks:
+        found.backward(logits_of(rows), rows, 0.2)
+    torch.testing.assert_close(found.take_gradient(), hidden_gradient, rtol=1e-4, atol=1e-4)
+    got = torch.zeros_like(head) if leaf.grad is None else leaf.grad.clone()
+    torch.testing.assert_close(got, head_gradient, rtol=1e-4, atol=1e-5)
+    for rows in chunks:
+        found.backward(logits_of(rows), rows, 0.2, to_hidden=False)
+    assert leaf.grad is None or torch.equal(leaf.grad, 2 * got)
 
 
 def test_a_micro_batch_that_fits_is_exactly_the_whole() -> None:

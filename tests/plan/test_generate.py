@@ -604,9 +604,10 @@ def test_prefetch_needs_no_wait_for_the_block_before(shape: StepShape) -> None:
 
 
 def _shape(
-    num_blocks: int, m: int, tied: bool, slots: int, input_slots: int, mode: tuple[str, str, bool], kind: str
+    num_blocks: int, m: int, tied: bool, slots: int, input_slots: int, mode: tuple[str, str, bool], kind: str,
+    chunks: tuple[int, int] = (1, 1),
 ) -> StepShape:  # fmt: skip
-    names = stages_of(num_blocks, tied)
+    names = stages_of(num_blocks, tied, chunks)
     pieces = {"streamed": (True, True), "resident": (False,), "adapters": (True,)}.get(
         kind, (True,)
     )
@@ -620,7 +621,8 @@ def _shape(
     deferred = frozenset(names) if update != "overlap" else frozenset()
     speculates = update == "speculative" and kind != "resident"
     return StepShape(
-        num_blocks=num_blocks, num_micro_batches=m, tied=tied, stages=stages, block_slots=slots,
+        num_blocks=num_blocks, num_micro_batches=m, tied=tied, embed_chunks=chunks[0], head_chunks=chunks[1],
+        stages=stages, block_slots=slots,
         gradient_slots=1, device_gradient_slots=slots - 1, input_slots=input_slots, chunk_slots=slots, deferred=deferred,
         pending=pending, speculative=deferred if speculates else frozenset(),
         gradients_on_ssd=deferred if gradients == "ssd" and kind != "resident" else frozenset(),
@@ -651,6 +653,13 @@ SHAPES = [
     )
 ]
 
+DIVIDED = [
+    _shape(1, 2, *values, (3, 3))
+    for values in product(
+        (True, False), (1, 2), (0,), MODES[::2], ("streamed", "resident", "adapters")
+    )
+]
+
 
 Edge = tuple[Kind, Kind]
 """A kind of wait: what is waited for, who waits."""
@@ -664,7 +673,7 @@ def edges(schedule: Schedule) -> set[Edge]:
 
 def _by_edge() -> dict[Edge, list[StepShape]]:
     found: dict[Edge, list[StepShape]] = defaultdict(list)
-    for shape in SHAPES:
+    for shape in (*SHAPES, *DIVIDED):
         for edge in edges(generate_training_step(shape)):
             found[edge].append(shape)
     return dict(sorted(found.items()))

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import sys
 import textwrap
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "untied",
         {"method": "lora", "host_cache": "1GiB", "max_grad_norm": 0.0},
     ),
+    "divided": ("divided", {"host_cache": 1}),
+    "divided, overlapped": ("divided", {"max_grad_norm": 0.0}),
+    "divided, tied": ("divided, tied", {}),
+    "divided, tied, overlapped": ("divided, tied", {"max_grad_norm": 0.0}),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def low_limit() -> Iterator[None]:
+    """Divide what is larger than a block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ssdtune.model.layout.MOST_WHOLE_ELEMENTS", 0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +93,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(folder / "untied", "llama", tied=False, dtype="bfloat16")
     make_checkpoint(folder / "short", "qwen2", tied=False, num_hidden_layers=2)
     make_checkpoint(folder / "tied", "gemma3_text", tied=True)
+    narrow = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2}
+    make_checkpoint(folder / "divided", "qwen2", tied=False, **narrow)
+    make_checkpoint(folder / "divided, tied", "qwen2", tied=True, **narrow)
     make_rows(folder / "rows.jsonl", 6)
     return folder
 
@@ -139,11 +155,10 @@ def _assert_late_is_soon_enough(
 
 
 PAIRS = [
-    (case, order)
-    for number, order in enumerate(ORDERS)
-    for case in [list(CASES)[number % len(CASES)]]
+    (list(CASES)[number % len(CASES)], list(ORDERS)[number % len(ORDERS)])
+    for number in range(max(len(CASES), len(ORDERS)))
 ]
-"""Every order in one case, every case in one or two orders."""
+"""Every order and every case."""
 ALL_PAIRS = [(case, order) for case in CASES for order in ORDERS if (case, order) not in PAIRS]
 
 
