@@ -190,9 +190,12 @@ class Engine:
             if spec.name == blocks.embedding_name
         }
         self._rows = {
-            stage: layout.stages[stage].parts[0].tensors[0].rows
+            stage: spec.rows
             for stage in (*layout.embed_stages, *layout.head_stages)
+            for part in layout.stages[stage].parts
+            for spec in part.tensors
         }
+        """Of the vocabulary, in each chunk of a divided embedding or head."""
         self._first_backward = shape.first_backward
         self._entry_trained = bool({OUTER, *shape.embed_stages} & shape.trained)
 
