@@ -54,7 +54,8 @@ def _made(folder: Path, arch: str, tied: bool, num_rows: int = 11, **config: Any
 
 
 def _layout(folder: Path, settings: dict[str, Any]) -> ModelLayout:
-    given = TRAINING | STREAMING | {"model_name_or_path": str(folder / "model")} | settings
+    given = TRAINING | STREAMING | {"model_name_or_path": str(folder / "model"), "max_length": 14}
+    given |= settings
     if given.get("method") != "lora":
         del given["lora_r"]
     return prepare.prepare(load_config(None, given), with_rows=False).layout
@@ -100,6 +101,8 @@ def test_how_bytes_move_changes_nothing(tmp_path: Path, case: str) -> None:
     wanted = run("all on ssd")
     assert any(scale != 1 for scale in wanted.series("clip_scale"))
     for name, variant in VARIANTS.items():
+        if case == "fp16" and "clipping" in variant:
+            continue  # all gradients must have been looked at before an update
         assert_same_bits(run(name, **variant), wanted)
 
 
