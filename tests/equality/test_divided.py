@@ -28,6 +28,7 @@ from tests.equality.harness import (
     stream,
 )
 from tests.equality.reference import train_in_memory
+from tests.equality.test_matrix import _without_true_gradient
 from tests.toy import make_checkpoint, make_rows
 
 VOCABULARY = 700
@@ -72,7 +73,7 @@ def test_equals_training_in_memory(tmp_path: Path, case: str) -> None:
     rows = make_rows(folder / "rows.jsonl", 11, VOCABULARY)
     reference = train_in_memory(folder / "model", rows, TRAINING | settings)
     streamed = stream(folder / "model", folder / "rows.jsonl", folder / "out", settings)
-    assert_matches(streamed, reference)
+    assert_matches(streamed, reference, exempt=_without_true_gradient(arch, reference))
 
 
 MOVED: dict[str, tuple[str, bool, dict[str, Any]]] = {

@@ -278,7 +278,7 @@ def test_nothing_is_kept_after_a_step() -> None:
     blocks = blocks_of(LlamaForCausalLM)
     with blocks.whole():
         weights = {name: p.detach().clone() for name, p in blocks.model.named_parameters()}
-    names = ("_calls", "_entering", "_table", "_found", "_at_entry")
+    names = ("_calls", "_entering", "_rows_of", "_found", "_at_entry")
     batch, labels = make_batch()
     Pieces(blocks, weights).step(batch, labels, 10)
     assert {name: getattr(blocks, name) for name in names} == dict.fromkeys(names)
