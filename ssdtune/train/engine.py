@@ -404,8 +404,10 @@ class Engine:
         match operation.kind:
             case Kind.ENTRY_FORWARD | Kind.FORWARD:
                 self._watch.look(operation, state.hidden[m])
+            case Kind.SCORE if operation.stage == self.shape.head_stages[0]:
+                self._watch.look(operation, state.losses[-1])
             case Kind.LOSS | Kind.BACKWARD:
-                if operation.kind == Kind.LOSS:
+                if operation.kind == Kind.LOSS and len(self.shape.head_stages) == 1:
                     self._watch.look(operation, state.losses[-1])
                 if m in state.gradients:
                     self._watch.look(operation, state.gradients[m])

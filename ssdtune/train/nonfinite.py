@@ -179,7 +179,12 @@ class FiniteWatch:
         looks, noticed = self._looks, self._noticed
         if noticed and noticed[0].partition(".")[0] not in (OUTER, EMBED):
             # What lies below this stage came after its gradients.
-            ends = [n for n, look in enumerate(looks) if look.operation.stage == noticed[0]]
+            stage = noticed[0] if noticed[0].startswith("block.") else noticed[0].partition(".")[0]
+            ends = [
+                n
+                for n, look in enumerate(looks)
+                if stage in (look.operation.stage, look.operation.stage.partition(".")[0])
+            ]
             looks = looks[: ends[-1] + 1] if ends else looks
         for look in looks:
             values = look.values.reshape(-1).tolist()
@@ -233,7 +238,7 @@ def _name(look: _Look, layout: ModelLayout) -> str:
             return f"the output of {_block(stage, layout)}"
         case Kind.BACKWARD:
             return f"the gradient of the input of {_block(stage, layout)}"
-        case Kind.LOSS:
+        case Kind.SCORE | Kind.LOSS:
             return "the gradient of the last block's output" if look.is_gradient else "the loss"
     return "the embedding's output"
 
@@ -257,7 +262,8 @@ def _suspects(operation: Operation) -> tuple[str, ...]:
     """Return the stages whose weights an operation of the forward pass works with."""
     if operation.kind == Kind.FORWARD:
         return (operation.stage,)
-    return (OUTER, EMBED if operation.kind == Kind.ENTRY_FORWARD else operation.stage)
+    end = operation.stage.partition(".")[0]  # all chunks of it
+    return (OUTER, EMBED if operation.kind == Kind.ENTRY_FORWARD else end)
 
 
 def _bad_weights(swap: SwapManager, stages: Sequence[str]) -> str:
@@ -270,6 +276,7 @@ def _bad_weights(swap: SwapManager, stages: Sequence[str]) -> str:
             with suppress(SsdtuneError):  # what is wrong with the step is known without it
                 swap.load(name, slot)
                 names += _bad_names(swap, stage, slot)
+    names = list(dict.fromkeys(names))  # chunks of a matrix have the same
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
