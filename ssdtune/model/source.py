@@ -231,7 +231,9 @@ class WeightSource:
             )
         extent = self.checkpoint.tensors[rule.inputs[0]]
         row_bytes = extent.num_bytes // whole[0]
-        sink = _copy_into(into.view(-1)) if low is None else _split_into((into, low[0]), low[1])
+        sink = _copy_into(into.view(-1))
+        if low is not None:
+            sink = self._split_into((into, low[0]), low[1], extent.name)
         job = _Job(
             extent.path, extent.offset + first_row * row_bytes, len(into) * row_bytes,
             TORCH_DTYPES[extent.dtype], sink,

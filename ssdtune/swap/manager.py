@@ -375,9 +375,9 @@ class SwapManager:
             self._source.load_split(list(high), high, lows, self._split)
         for spec in part.tensors:
             if spec.first_row is not None:
-                halves = None if low is None else (part.view(low, spec), self._split)
+                lower = None if low is None else (part.view(low, spec), self._split)
                 self._source.load_range(
-                    base_name(spec.name), spec.first_row, part.view(weights, spec), halves
+                    base_name(spec.name), spec.first_row, part.view(weights, spec), lower
                 )
             elif spec.name in self._initial:
                 if low is None:
