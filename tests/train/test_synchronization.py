@@ -74,6 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "divided": ("divided", {"host_cache": 1}),
     "divided, overlapped": ("divided", {"max_grad_norm": 0.0}),
+    "divided, in memory": ("divided", {"host_cache": "1GiB", "save_steps": 0}),
     "divided, tied": ("divided, tied", {}),
     "divided, tied, overlapped": ("divided, tied", {"max_grad_norm": 0.0}),
 }
