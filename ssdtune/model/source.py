@@ -150,6 +150,7 @@ class WeightSource:
         names: Iterable[str],
         into: Mapping[str, torch.Tensor],
         memory_of: Callable[[torch.Tensor], Memory],
+        first_rows: Mapping[str, int],
     ) -> None:
         """Fill tensors in device memory, without a byte passing through host memory of this process.
 
@@ -157,6 +158,7 @@ class WeightSource:
             names: Names in the model that `stored_as_is` was true of.
             into: For each name, a contiguous tensor of the parameter's shape, in the dtype of the files.
             memory_of: Returns what the backend takes of a tensor's memory.
+            first_rows: Of those of which only some rows are wanted; see `load_range`.
 
         Raises:
             StorageError: A read failed.
@@ -166,11 +168,13 @@ class WeightSource:
                 rule = self.keymap.load_rules[self.keymap.canonical(name)]
                 for key, place in zip(rule.inputs, rule.places or ()):
                     extent: TensorExtent = self.checkpoint.tensors[key]
-                    memory = memory_of(place.view(into[name]).view(-1))
-                    file = self._open(extent.path, deque())
+                    target, offset = place.view(into[name]).view(-1), extent.offset
+                    if name in first_rows:
+                        offset += first_rows[name] * (extent.num_bytes // extent.shape[0])
+                    file, memory = self._open(extent.path, deque()), memory_of(target)
                     # Backends that don't take device memory are never given any.
-                    tickets.add(self._backend.read(file, extent.offset, cast(memoryview, memory)))
-                    self.bytes_read += extent.num_bytes
+                    tickets.add(self._backend.read(file, offset, cast(memoryview, memory)))
+                    self.bytes_read += target.nbytes
 
     def load_split(
         self,

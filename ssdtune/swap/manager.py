@@ -357,8 +357,9 @@ class SwapManager:
         weights = place.view(part.dtype)
         into = {base_name(spec.name): part.view(weights, spec) for spec in part.tensors}
         self._source.load_straight(
-            list(into), into, lambda memory: self.device.file_memory(memory, "read into")
-        )
+            list(into), into, lambda memory: self.device.file_memory(memory, "read into"),
+            {base_name(s.name): s.first_row for s in part.tensors if s.first_row is not None},
+        )  # fmt: skip
 
     def _first_values(self, part: Part, weights: torch.Tensor, low: torch.Tensor | None) -> None:
         """Fill a trained part from the original checkpoint or from its initial values."""

@@ -66,6 +66,7 @@ def _layout(folder: Path, settings: dict[str, Any]) -> ModelLayout:
 def test_equals_training_in_memory(tmp_path: Path, case: str) -> None:
     """Windows of two micro-batches of two rows, the last of an epoch with one of one row."""
     arch, tied, settings = CASES[case]
+    settings = settings | {"num_train_epochs": 1}
     folder = _made(tmp_path, arch, tied)
     found = _layout(folder, settings)
     assert found.tied == tied
@@ -94,7 +95,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_how_bytes_move_changes_nothing(tmp_path: Path, case: str) -> None:
     arch, tied, settings = MOVED[case]
     folder = _made(tmp_path, arch, tied)
-    settings = {"max_steps": 4, "dtype": "bf16", "max_grad_norm": 2.0} | settings
+    settings = {"max_steps": 3, "dtype": "bf16", "max_grad_norm": 2.0} | settings
 
     def run(name: str, **more: Any) -> Streamed:
         return stream(folder / "model", folder / "rows.jsonl", folder / name, settings | more)
@@ -102,8 +103,8 @@ def test_how_bytes_move_changes_nothing(tmp_path: Path, case: str) -> None:
     wanted = run("all on ssd")
     assert any(scale != 1 for scale in wanted.series("clip_scale"))
     for name, variant in VARIANTS.items():
-        if case == "fp16" and "clipping" in variant:
-            continue  # all gradients must have been looked at before an update
+        if case == "fp16" and name != "some in memory":
+            continue  # it is emulated, and slow
         assert_same_bits(run(name, **variant), wanted)
 
 

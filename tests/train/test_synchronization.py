@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "divided": ("divided", {"host_cache": 1}),
     "divided, overlapped": ("divided", {"max_grad_norm": 0.0}),
     "divided, in memory": ("divided", {"host_cache": "1GiB", "save_steps": 0}),
+    "divided, lora": ("divided", {"method": "lora"}),
     "divided, tied": ("divided, tied", {}),
     "divided, tied, overlapped": ("divided, tied", {"max_grad_norm": 0.0}),
 }
@@ -95,7 +96,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(folder / "short", "qwen2", tied=False, num_hidden_layers=2)
     make_checkpoint(folder / "tied", "gemma3_text", tied=True)
     narrow = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2}
-    make_checkpoint(folder / "divided", "qwen2", tied=False, **narrow)
+    make_checkpoint(folder / "divided", "qwen2", tied=False, dtype="bfloat16", **narrow)
     make_checkpoint(folder / "divided, tied", "qwen2", tied=True, **narrow)
     make_rows(folder / "rows.jsonl", 6)
     return folder
@@ -357,6 +358,7 @@ def test_a_wait_left_out_in_the_schedule_is_noticed(
 REACHED: dict[str, tuple[str, str]] = {
     "frozen weights": ("lora", "ssd-read first"),
     "frozen weights, another order": ("lora", "compute last"),
+    "rows of matrices": ("divided, lora", "ssd-read first"),
     "block inputs": ("all on ssd", "ssd-read first"),
     "activations": ("activations swapped", "ssd-write first"),
 }
