@@ -318,7 +318,7 @@ class _Runner:
         """Return what the model calls its block with, and a random input for it."""
         import torch
 
-        outer = self._blocks.stand_ins(dtype=self._dtype)
+        outer = self._blocks.stand_ins(dtype=self._on["dtype"])
         ids = torch.zeros(sequences, sequence, dtype=torch.long, device=self._device.torch_device)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         with torch.no_grad():
