@@ -121,6 +121,8 @@ def test_the_data_sheet_of_a_machine_is_shown_to_be_changed(tmp_path, capsys):
     machine = read_sheet(tmp_path / "mine.toml")
     assert main(["profile", "--show", "t4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown == json.loads(json.dumps(machine.to_dict())) | {"machine": {**machine.machine, "file": "t4"}}
+    assert shown == json.loads(json.dumps(machine.to_dict())) | {
+        "machine": {**machine.machine, "file": "t4"}
+    }
     assert main(["profile", "--show", "all"]) == 2
     assert "only of a100-80gb, h200, " in capsys.readouterr().err
