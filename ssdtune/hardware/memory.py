@@ -27,6 +27,7 @@ KERNEL_BYTES = 800 << 10
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
 _ROOT = Path("/")
+_STATM = Path("/proc/self/statm")
 _NO_LIMIT = 1 << 60
 """Limits from here on mean "none"; cgroup v1 writes it as the largest multiple of a page in 63 bits."""
 
@@ -95,6 +96,10 @@ def process_memory(root: Path = _ROOT) -> ProcessMemory:
 def return_memory() -> None:
     """Give freed memory back to the system (glibc keeps it otherwise)."""
     gc.collect()
+    _trim()
+
+
+def _trim() -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
@@ -117,6 +122,26 @@ def keep_freed_memory() -> None:
     """
     # Older versions of glibc take no more than 32 MiB.
     _mallopt((_M_MMAP_THRESHOLD, 32 << 20), (_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, -1))
+
+
+class KeptMemory:
+    """Lets freed memory stay with the process (`keep_freed_memory`) as long as all that it has is within the plan.
+
+    How large the gaps get differs from run to run; here it cannot exceed what was planned for them.
+
+    Args:
+        most_bytes: Resident memory above which freed memory goes back.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        keep_freed_memory()
+
+    def check(self) -> None:
+        """Give freed memory back if there is too much; some microseconds if there is not."""
+        pages = int(_STATM.read_bytes().split()[1])
+        if pages * resource.getpagesize() > self._most_bytes:
+            _trim()
 
 
 def _mallopt(*settings: tuple[int, int]) -> None:

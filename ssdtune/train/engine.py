@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ssdtune.data.batches import Batch
 from ssdtune.device.base import Device, Event, explained
 from ssdtune.errors import SsdtuneError
+from ssdtune.hardware.memory import KeptMemory
 from ssdtune.model.blocks import BlockModel, Entry
 from ssdtune.model.chunked_loss import ChunkedLoss, LogitsOf
 from ssdtune.model.layout import ModelLayout, Part, Stage
@@ -139,6 +140,7 @@ class Engine:
         seed: Seeds dropout (see `ssdtune.train.seeds`).
         max_grad_norm: Clipping limit, 0 for none.
         speculation: Decides in which steps stages that may be updated speculatively are.
+        kept_memory: Where memory of freed tensors stays with the process: keeps it within the plan.
         watch: Decides what follows if something is not finite. In fp16 such a step is skipped whatever it says.
 
     Attributes:
@@ -158,6 +160,7 @@ class Engine:
         max_grad_norm: float,
         speculation: Speculation | None = None,
         watch: FiniteWatch | None = None,
+        kept_memory: KeptMemory | None = None,
     ) -> None:
         self.blocks = blocks
         self.swap = swap
@@ -169,6 +172,7 @@ class Engine:
         self._max_grad_norm = max_grad_norm
         self._speculation = speculation or Speculation()
         self._watch = watch or FiniteWatch()
+        self._kept_memory = kept_memory
         dtypes = {parameter.dtype for parameter in blocks.model.parameters()}
         self.loss_scale = LossScale() if torch.float16 in dtypes else None
         if self.loss_scale:
@@ -395,6 +399,8 @@ class Engine:
                     self.swap.mark_used(self._slot_of[used], event)
             if operation.input_slot:
                 self.swap.mark_input_used(operation.input_slot, event)
+            if self._kept_memory:
+                self._kept_memory.check()
 
     # Compute lane
 

@@ -23,7 +23,7 @@ from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError, DeviceMemoryError, Interrupted
 from ssdtune.hardware.known import known
 from ssdtune.hardware.memory import (
-    keep_freed_memory,
+    KeptMemory,
     map_large_blocks,
     process_memory,
     return_memory,
@@ -365,10 +365,6 @@ class _Run:
             stack.callback(source.close)
             self._load_buffers(source)
             swap, adam, engine = self._assemble(stack, backend, store, source, pool)
-            if self.prepared.memory.keeps_freed_memory:
-                keep_freed_memory()
-                stack.callback(return_memory)
-                stack.callback(map_large_blocks)
             if reference is not None:
                 verify(engine, check_batch, reference, self.prepared.dtype)
             history, counters = self._train(engine, swap, adam, store, source, identity)
@@ -459,11 +455,19 @@ class _Run:
             ),
             seed=training.seed, max_grad_norm=training.max_grad_norm,
             speculation=Speculation(always=training.clipping == "speculative"),
-            watch=self._watch(),
+            watch=self._watch(), kept_memory=self._kept_memory(stack),
         )  # fmt: skip
         if self.resumed and engine.loss_scale and (kept := self.resumed[1].loss_scale):
             engine.loss_scale = LossScale.from_dict(kept)
         return swap, adam, engine
+
+    def _kept_memory(self, stack: ExitStack) -> KeptMemory | None:
+        memory = self.prepared.memory
+        if not memory.keeps_freed_memory:
+            return None
+        stack.callback(return_memory)
+        stack.callback(map_large_blocks)
+        return KeptMemory(memory.host_bytes)
 
     def _watch(self) -> FiniteWatch:
         rows = self.prepared.rows

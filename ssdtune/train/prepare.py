@@ -495,19 +495,19 @@ def compute_size(
     scratch = 0
     if dtype == torch.float32:
         scratch = min(PACKING_BYTES, max(part.weight_bytes for part in blocks.layout.parts))
+    head_bytes = losses + head_gradient + input_bytes + scratch  # and the gradient that goes down
+    block_bytes = largest.block_bytes + scratch
     kept_gaps = LORA_KEPT_GAPS if config.method == "lora" else KEPT_GAPS[dtype.itemsize]
     return ComputeSize(
-        block_bytes=largest.block_bytes + scratch,
-        head_bytes=losses
-        + head_gradient
-        + input_bytes  # the gradient that goes down
-        + scratch,
+        block_bytes=block_bytes,
+        head_bytes=head_bytes,
         input_bytes=input_bytes,
         num_micro_batches=training.gradient_accumulation_steps,
         entry_bytes=largest.entry_bytes,
         kept_bytes=aligned_size(found.kept_bytes + SLACK_BYTES),
         products_bytes=aligned_size(found.products_bytes + SLACK_BYTES),
-        gap_bytes=GAPS * largest.block_bytes,
+        # What only the head needs lies unused while blocks compute.
+        gap_bytes=GAPS * largest.block_bytes + max(0, head_bytes - block_bytes),
         kept_gap_bytes=int(kept_gaps * found.kept_bytes),
     )
 

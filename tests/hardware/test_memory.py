@@ -5,9 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from ssdtune.errors import ConfigError
-from ssdtune.hardware.memory import available_host_memory, lockable_memory, process_memory
+from ssdtune.hardware.memory import (
+    KeptMemory,
+    available_host_memory,
+    lockable_memory,
+    map_large_blocks,
+    process_memory,
+)
 from ssdtune.units import GIB, MIB
 
 V2_MOUNT = "31 23 0:28 {root} /sys/fs/cgroup rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -226,3 +233,21 @@ def test_this_machine() -> None:
     assert 0 < before.rss_bytes <= before.peak_rss_bytes
     assert after.peak_rss_bytes >= after.rss_bytes >= before.rss_bytes + 60 * MIB
     assert lockable_memory() is None or lockable_memory() >= 0
+
+
+def test_freed_memory_stays_only_as_far_as_it_was_planned() -> None:
+    kept = KeptMemory(1 << 50)
+    try:
+        held = []
+        for _ in range(64):
+            torch.ones(1 << 18)  # 1 MiB each, with something small behind it
+            held.append(torch.ones(1 << 18))
+            held.append(torch.ones(64))
+        del held[::2]
+        before = process_memory().rss_bytes
+        kept.check()
+        assert process_memory().rss_bytes >= before - (8 << 20)
+        KeptMemory(before - (1 << 20)).check()
+        assert process_memory().rss_bytes < before - (32 << 20)
+    finally:
+        map_large_blocks()
