@@ -143,7 +143,12 @@ def build_layout(
     groups |= {f"block.{i}": [] for i in range(num_blocks)}
     if not tied:
         groups["head"] = []
-    for name, parameter in model.named_parameters():
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        # What modules_to_save has copied is not used under that name; a tied head uses it under its own.
+        if ".original_module." in name or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
         if name.startswith(blocks_path + "."):
             number = name[len(blocks_path) + 1 :].split(".", 1)[0]
             stage = f"block.{number}"
@@ -154,8 +159,7 @@ def build_layout(
         else:
             # Adapters of the embedding too: their graph lives until the end of the step, as this stage does.
             stage = "outer"
-        if ".original_module." not in name:  # replaced by a trained copy, never used
-            groups[stage].append((name, parameter))
+        groups[stage].append((name, parameter))
     blocks = [groups[f"block.{i}"] for i in range(num_blocks)]
     most = max(MOST_WHOLE_ELEMENTS, *(sum(p.numel() for _, p in block) for block in blocks))
     plain = {

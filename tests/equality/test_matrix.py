@@ -178,6 +178,16 @@ def test_lora_goes_on_from_an_adapter(tmp_path: Path) -> None:
     assert hash_folder(before.output_dir) == start
 
 
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_lora_on_one_end_of_a_tied_model_leaves_the_other_as_it_was(
+    tmp_path: Path, name: str
+) -> None:
+    model_dir = make_checkpoint(tmp_path / "model", "llama", tied=True)
+    settings = {"method": "lora", "modules_to_save": [name], "target_modules": ["v_proj"]}
+    reference, streamed = _run_both(tmp_path, model_dir, settings)
+    assert_matches(streamed, reference)
+
+
 def test_lora_leaves_the_base_alone(tmp_path: Path) -> None:
     model_dir = make_checkpoint(tmp_path / "model", "llama", sharded=True)
     make_rows(tmp_path / "rows.jsonl", NUM_ROWS)
