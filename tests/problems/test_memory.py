@@ -73,14 +73,14 @@ def test_large_vocabularies_go_in_chunks(tmp_path: Path, monkeypatch: pytest.Mon
     model_dir = make_checkpoint(tmp_path / "model", "llama", vocab_size=5003, **TINY)
     rows = make_rows(tmp_path / "rows.jsonl", 9, vocab=5003, lengths=(4, 30))
     sizes: list[int] = []
-    chunks = loss_module._chunks
+    chunks = loss_module.pieces_of
 
     def counted(*arguments: object) -> object:
         for chunk in chunks(*arguments):  # type: ignore[arg-type]
             sizes.append(chunk[1].numel())
             yield chunk
 
-    monkeypatch.setattr(loss_module, "_chunks", counted)
+    monkeypatch.setattr(loss_module, "pieces_of", counted)
     settings = {"num_train_epochs": 1, "per_device_train_batch_size": 3}
     reference = train_in_memory(model_dir, rows, TRAINING | settings)
     whole = stream(model_dir, tmp_path / "rows.jsonl", tmp_path / "whole", settings)
