@@ -64,12 +64,12 @@ logger = logging.getLogger(__name__)
 
 PACKING_BYTES = 12 * MIB
 """What MKL takes to rearrange large fp32 matrices before it multiplies them; measured at 0.13 billion parameters."""
-GAPS = 3
+GAPS = 2.3
 """What freed tensors leave between those in use, where their memory stays with the process, in units of what a block takes:
-measured 2.4 to 3.2 at 134M (docs/benchmarks.md)."""
+measured 2.2 to 3.2 at 134M (docs/benchmarks.md). What is more goes back (`ssdtune.hardware.memory.KeptMemory`)."""
 KEPT_GAPS = {2: 0.45, 4: 0.14}
 """The same of kept activations, by the size of their elements: measured 0.34 to 0.37, and 0.06 in fp32, whose tensors are larger."""
-LORA_KEPT_GAPS = 0.65
+LORA_KEPT_GAPS = 0.55
 """The same with adapters, whose small activations lie between: measured 0.5 to 0.65."""
 SLACK_BYTES = 8192
 """What tensors one behind the other in a slot lose to their alignment."""
@@ -507,7 +507,7 @@ def compute_size(
         kept_bytes=aligned_size(found.kept_bytes + SLACK_BYTES),
         products_bytes=aligned_size(found.products_bytes + SLACK_BYTES),
         # What only the head needs lies unused while blocks compute.
-        gap_bytes=GAPS * largest.block_bytes + max(0, head_bytes - block_bytes),
+        gap_bytes=int(GAPS * largest.block_bytes) + max(0, head_bytes - block_bytes),
         kept_gap_bytes=int(kept_gaps * found.kept_bytes),
     )
 
