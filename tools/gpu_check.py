@@ -23,6 +23,7 @@ import hashlib
 import importlib
 import io
 import json
+import logging
 import math
 import os
 import random
@@ -813,6 +814,47 @@ def check_speed(bench: Bench) -> dict[str, Any]:
     return figures
 
 
+def check_compiled(bench: Bench) -> dict[str, Any]:
+    """The same training with torch.compile: losses, whether all blocks were compiled, and how fast."""
+    from ssdtune.errors import BackendUnavailableError
+    from ssdtune.model import compile as compiling
+
+    shape, steps, dtype = bench.size.large, bench.size.large_steps, _best_dtype(bench)
+    rows, model = bench.large_rows(), bench.model("large", shape)
+    found: dict[str, Any] = {}
+    told = io.StringIO()
+    notes = logging.StreamHandler(told)
+    logger, backend = logging.getLogger(compiling.__name__), compiling.BACKEND
+    logger.addHandler(notes)
+    if bench.size.is_quick:
+        compiling.BACKEND = "aot_eager"  # kernels take longer to make than all other checks
+    try:
+        for compiled in (False, True):
+            with bench.output() as output:
+                found[f"compiled {compiled}"] = bench.train(
+                    model, rows, output, dtype=dtype, max_steps=steps, max_length=shape.sequence,
+                    per_device_train_batch_size=shape.batch, torch_compile=compiled, host_cache=None,
+                )  # fmt: skip
+    except BackendUnavailableError as error:
+        raise NotHere(str(error)) from error
+    finally:
+        compiling.BACKEND = backend
+        logger.removeHandler(notes)
+    plain, compiled_run = found.values()
+    figures = {
+        "dtype": dtype, "loss_error": _relative(compiled_run.losses, plain.losses),
+        "step_s": statistics.median(plain.step_seconds[1:]),
+        "compiled_step_s": statistics.median(compiled_run.step_seconds[1:]),
+        "first_step_s": compiled_run.step_seconds[0], "told": told.getvalue().splitlines(),
+    }  # fmt: skip
+    figures["gain"] = figures["step_s"] / figures["compiled_step_s"]
+    if "cannot be compiled" in told.getvalue():
+        raise Failed("not all blocks were compiled", figures)
+    if not figures["loss_error"] <= LIMITS[dtype][0]:
+        raise Failed(f"loss_error {figures['loss_error']:.2g} > {LIMITS[dtype][0]:g}", figures)
+    return figures
+
+
 CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "device": check_device,
     **{f"equal: {case}": equality(case) for case in CASES},
@@ -823,6 +865,7 @@ CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "memory of the card": check_memory,
     "drives and rates": check_drives,
     "speed": check_speed,
+    "compiled": check_compiled,
 }
 
 

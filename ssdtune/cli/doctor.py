@@ -89,7 +89,10 @@ class DoctorReport:
 def examine(swap_dirs: Sequence[str | os.PathLike[str]] = ()) -> DoctorReport:
     """Look at this machine and at the folders where states would be kept (the current one by default)."""
     checks: list[Check] = []
-    for look in (_system, _packages, _native, _backends, _memory, _locked, _aio, _gpu, _gds):
+    looks = (
+        _system, _packages, _native, _backends, _memory, _locked, _aio, _gpu, _gds, _compiler,
+    )  # fmt: skip
+    for look in looks:
         checks += _guarded(look)
     for folder in swap_dirs or ["."]:
         checks += _guarded(lambda: _folder(Path(folder)), f"folder {folder}")  # noqa: B023
@@ -294,6 +297,20 @@ def _gds(module: Path = Path("/dev/nvidia-fs0")) -> Iterator[Check]:
     else:
         yield Check(name, "warn", text,
                     "Works as it is. For the direct way load the driver: sudo modprobe nvidia-fs")  # fmt: skip
+
+
+def _compiler() -> Iterator[Check]:
+    """Look at what `--torch-compile` needs."""
+    from ssdtune.device.driver import look
+    from ssdtune.model.toolchain import missing_tool
+
+    driver = look()
+    for_card = bool(_torch_cuda_version() and driver and driver.cards)
+    if problem := missing_tool(for_card=for_card):
+        reason, _, remedy = problem.partition(". ")
+        yield Check("torch.compile", "warn", f"{reason}; only --torch-compile needs it", remedy)
+    else:
+        yield Check("torch.compile", "ok", f"a {'C' if for_card else 'C++'} compiler was found")
 
 
 def _folder(folder: Path) -> Iterator[Check]:

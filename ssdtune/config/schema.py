@@ -66,6 +66,10 @@ class ModelConfig:
         "attention kernel as transformers names it",
         choices=("eager", "sdpa", "flash_attention_2"),
     )
+    torch_compile: bool = setting(
+        False, "compile blocks with torch.compile, once for each kind and shape; rounds otherwise, and needs a C++ "
+        "compiler, on a card Triton",
+    )  # fmt: skip
     trust_remote_code: bool = setting(False, "run the model's own Python code from its folder")
 
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ class BlockModel:
         layout: How its parameters are grouped.
         blocks: The real blocks, parameters on meta.
         padding_row: Token whose embedding never gets a gradient (nn.Embedding's padding_idx), or None.
+        call_block: Runs a block with weights, positional and named arguments; `ssdtune.model.compile` has another.
 
     Raises:
         UnsupportedModelError: The model cannot be taken apart; the message says why.
@@ -142,6 +144,7 @@ class BlockModel:
         self._outer_names = {
             name for name, _ in built.model.named_parameters(remove_duplicate=False)
         }
+        self.call_block: Callable[..., Any] = partial(functional_call, tie_weights=False)
         self._returns_tuple = False
         self._calls: list[Call] | None = None
         self._entering: torch.Tensor | None = None
@@ -277,9 +280,7 @@ class BlockModel:
         """Run block `number` on hidden states [B, S, D] and return the next ones."""
         block = self.blocks[number]
         weights = {local: tensors[name] for name, local in self._local[number].items()}
-        result = functional_call(
-            block, weights, (hidden, *call.args), call.kwargs, tie_weights=False
-        )
+        result = self.call_block(block, weights, (hidden, *call.args), call.kwargs)
         if isinstance(result, tuple):
             self._returns_tuple = True
             return result[0]

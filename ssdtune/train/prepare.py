@@ -71,6 +71,8 @@ KEPT_GAPS = {2: 0.45, 4: 0.14}
 """The same of kept activations, by the size of their elements: measured 0.34 to 0.37, and 0.06 in fp32, whose tensors are larger."""
 LORA_KEPT_GAPS = 0.55
 """The same with adapters, whose small activations lie between: measured 0.5 to 0.65."""
+COMPILING_BYTES = 128 * MIB
+"""What torch.compile leaves behind of each kind of block, and takes while it works; the compiler itself is another process."""
 SLACK_BYTES = 8192
 """What tensors one behind the other in a slot lose to their alignment."""
 DEVICE_BACKENDS = frozenset({"kvikio"})
@@ -157,6 +159,16 @@ def prepare(
         config = _for_fp16(config)
     if config.memory.compute_threads:
         torch.set_num_threads(config.memory.compute_threads)
+    if config.model.torch_compile and config.memory.recompute == "cheap":
+        raise ConfigError(
+            "torch_compile does not go with recompute: cheap, for what a compiled block computes cannot be seen. Leave "
+            "one of them out."
+        )
+    compiles = config.model.torch_compile and not host_budget_bytes
+    if compiles:
+        from ssdtune.model.compile import CompiledBlocks, require_compiler  # loads much
+
+        require_compiler(device.torch_device)
     rows = read_rows(config, checkpoint) if with_rows else None
     built = build_model(
         checkpoint,
@@ -169,6 +181,8 @@ def prepare(
         seed=config.training.seed,
     )
     blocks = BlockModel(built, device.torch_device)
+    if compiles:
+        blocks.call_block = CompiledBlocks(lengths_vary=not config.data.packing)
     if config.data.packing:
         refuse_leaking_rows(blocks)
     max_length = longest_sequence(config, rows)
@@ -180,7 +194,7 @@ def prepare(
     return_memory()  # the process is as small now as it will be, and torch has loaded what counting needs
     card = other_device if host_budget_bytes else _device_limits(config, device)
     limits = MemoryLimits(
-        base_bytes=process_memory().rss_bytes,
+        base_bytes=process_memory().rss_bytes + COMPILING_BYTES * compiles,
         budget_bytes=host_budget_bytes or host_budget(config),
         cache_bytes=config.memory.host_cache,
         chunk_bytes=config.io.chunk_bytes,
@@ -496,7 +510,7 @@ def compute_size(
     if dtype == torch.float32:
         scratch = min(PACKING_BYTES, max(part.weight_bytes for part in blocks.layout.parts))
     head_bytes = losses + head_gradient + input_bytes + scratch  # and the gradient that goes down
-    block_bytes = largest.block_bytes + scratch
+    block_bytes = largest.block_bytes + scratch + _gradients_at_once(config, blocks)
     kept_gaps = LORA_KEPT_GAPS if config.method == "lora" else KEPT_GAPS[dtype.itemsize]
     return ComputeSize(
         block_bytes=block_bytes,
@@ -505,10 +519,24 @@ def compute_size(
         num_micro_batches=training.gradient_accumulation_steps,
         entry_bytes=largest.entry_bytes,
         kept_bytes=aligned_size(found.kept_bytes + SLACK_BYTES),
-        products_bytes=aligned_size(found.products_bytes + SLACK_BYTES),
+        # what a compiled block computes cannot be seen, so it keeps all or nothing
+        products_bytes=0
+        if config.model.torch_compile
+        else aligned_size(found.products_bytes + SLACK_BYTES),
         # What only the head needs lies unused while blocks compute.
         gap_bytes=int(GAPS * largest.block_bytes) + max(0, head_bytes - block_bytes),
         kept_gap_bytes=int(kept_gaps * found.kept_bytes),
+    )
+
+
+def _gradients_at_once(config: Config, blocks: BlockModel) -> int:
+    """Return the bytes of a block's gradients where they come together at its end, not one by one."""
+    if not config.model.torch_compile:
+        return 0
+    return max(
+        sum(part.weight_bytes for part in stage.parts if part.trained)
+        for name, stage in blocks.layout.stages.items()
+        if name.startswith("block.")
     )
 
 

@@ -56,6 +56,9 @@ def rehearse(
 ) -> ComputeTimes:
     """Measure what one micro-batch of a prepared run takes, by kind of operation; arguments as of `Rehearsal`."""
     with Rehearsal(prepared, flop_per_s=flop_per_s, seconds=seconds, clock=clock) as rehearsal:
+        if prepared.config.model.torch_compile:
+            rehearsal.step()
+            rehearsal.forget()  # blocks were compiled
         start = clock()
         for number in range(1 + MOST_STEPS):
             rehearsal.step()

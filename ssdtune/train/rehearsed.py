@@ -68,6 +68,7 @@ def _identity(prepared: Prepared, profile: HardwareProfile) -> str:
         "model": prepared.checkpoint.config,
         "adapter": asdict(config.lora) if config.method == "lora" else config.model.adapter,
         "attention": config.model.attn_implementation,
+        "compiled": config.model.torch_compile,
         "device": prepared.device.name,
         "dtype": str(prepared.dtype),
         "threads": torch.get_num_threads(),
