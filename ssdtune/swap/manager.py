@@ -238,7 +238,7 @@ class SwapManager:
 
     def _has_place(self, part: Part) -> bool:
         """Say whether a part has a place in the slots in host memory."""
-        return self._streams(part) and part.name not in self.plan.straight
+        return self._streams(part) and not self._goes_straight(part)
 
     # Weights
 
@@ -295,11 +295,8 @@ class SwapManager:
                 assert place is not None
                 slot.on_device[part.name] = place.view(part.dtype)
                 continue
-            if self._streams(part):
-                host = self.host_weights(part, slot_name).view(torch.uint8)
-            else:
-                host = self._resident[part.name].states["weights"].view(torch.uint8)
-            there, event = self.device.upload(host, place, slot.used)
+            weights = self.loaded(part, slot_name).view(torch.uint8)
+            there, event = self.device.upload(weights, place, slot.used)
             slot.on_device[part.name] = there.view(part.dtype)
             events.append(event)
         for event in events:

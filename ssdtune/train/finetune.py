@@ -473,7 +473,7 @@ class _Run:
         rows = self.prepared.rows
         assert rows is not None
         lines, file = rows.train.lines, Path(self.config.data.train_file).name
-        path, in_a_row = self.output_dir / "metrics.jsonl", 0
+        path, in_a_row = self.output_dir / METRICS, 0
         if self.resumed and path.exists():
             in_a_row = skipped_in_a_row(path, self.resumed[1].step)
         return FiniteWatch(
@@ -490,7 +490,7 @@ class _Run:
     ) -> tuple[History, dict[str, dict[str, int]]]:  # fmt: skip
         rows, first = self.prepared.rows, self.resumed[1].step if self.resumed else 0
         assert rows is not None
-        path = self.output_dir / "metrics.jsonl"
+        path = self.output_dir / METRICS
         with MetricsWriter(path, resume_step=first) as metrics:
             trainer = Trainer(
                 self.config, engine, output_dir=self.output_dir, swap=swap, adam=adam, store=store,
