@@ -66,7 +66,7 @@ def available_host_memory(root: Path = _ROOT) -> MemoryLimit:
     Raises:
         ConfigError: No figure can be found at all.
     """
-    limits = [*_system_limit(root), *_address_space_limit(root), *_cgroup_limits(root)]
+    limits = _limits(root)
     if not limits:
         raise ConfigError(
             "cannot tell how much host memory is free: no MemAvailable in /proc/meminfo and no cgroup limit. "
@@ -80,8 +80,7 @@ def total_host_memory(root: Path = _ROOT) -> MemoryLimit | None:
 
     None if no figure can be found.
     """
-    limits = [*_system_limit(root), *_address_space_limit(root), *_cgroup_limits(root)]
-    return min(limits, key=lambda limit: limit.total_bytes, default=None)
+    return min(_limits(root), key=lambda limit: limit.total_bytes, default=None)
 
 
 def process_memory(root: Path = _ROOT) -> ProcessMemory:
@@ -173,6 +172,10 @@ def bound_kernels(most: int) -> int:
 def lockable_memory(root: Path = _ROOT) -> int | None:
     """Return the bytes that may be locked in memory (RLIMIT_MEMLOCK); None for no limit."""
     return _resource_limit(root, "Max locked memory")
+
+
+def _limits(root: Path) -> list[MemoryLimit]:
+    return [*_system_limit(root), *_address_space_limit(root), *_cgroup_limits(root)]
 
 
 def _system_limit(root: Path) -> Iterator[MemoryLimit]:
