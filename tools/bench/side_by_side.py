@@ -33,6 +33,8 @@ from ssdtune.report.progress import Progress
 FIRST, LAST = 2, 1
 """Steps at both ends that don't count: the first takes over the weights, the first update finds no moments, the last flushes."""
 DRIVE_S = 0.3
+REHEARSED = 0.3
+"""Of a step, is spent rehearsing after it: the machine changes within seconds, and a step lasts longer than one rehearsal."""
 SIZE = 1 << 30
 
 
@@ -97,7 +99,11 @@ class Meter(Progress):
         self.steps.append(dict(metrics))
         if self.in_memory:
             self.in_memory.step()
-        self.rehearsal.step()
+        start = time.perf_counter()
+        while True:
+            self.rehearsal.step()
+            if time.perf_counter() - start > REHEARSED * metrics["step_s"]:
+                break
         assert self.bench is not None
         for kind in KINDS:
             with self.bench.stream(*self.setting) as stream:
