@@ -55,7 +55,7 @@ from ssdtune.train.checkpoint import (
 )
 from ssdtune.train.choose import Chosen, choose, tuned
 from ssdtune.train.disk import DiskPlan, has_room, plan_disk
-from ssdtune.train.engine import Engine, make_step_shape
+from ssdtune.train.engine import Engine
 from ssdtune.train.exporting import write_result
 from ssdtune.train.forecast import Forecast
 from ssdtune.train.lanes import Lanes
@@ -71,6 +71,7 @@ from ssdtune.train.prepare import Prepared, check_memory, config_with, prepare, 
 from ssdtune.train.rehearsed import times_of
 from ssdtune.train.signals import StopSignals
 from ssdtune.train.speculation import Speculation
+from ssdtune.train.step_shape import make_step_shape
 from ssdtune.train.trainer import History, Trainer
 from ssdtune.train.verify import compared_part, reference_losses, verify
 from ssdtune.units import format_disk, format_memory, format_time

@@ -29,8 +29,8 @@ from ssdtune.plan.times import ComputeTimes
 from ssdtune.report.answer import time_lines
 from ssdtune.report.timeline import Bar, draw
 from ssdtune.swap.update import pieces_of_part
-from ssdtune.train.engine import make_step_shape, stage_shape
 from ssdtune.train.prepare import Prepared
+from ssdtune.train.step_shape import make_step_shape, stage_shape
 from ssdtune.units import format_time
 
 MOST_OPERATIONS = 20000

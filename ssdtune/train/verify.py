@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ssdtune.errors import MismatchError
 from ssdtune.model.loss import IGNORED
 from ssdtune.model.safetensors_file import TORCH_DTYPES
-from ssdtune.train.engine import model_inputs
+from ssdtune.train.run_state import model_inputs
 
 if TYPE_CHECKING:
     from ssdtune.data.batches import Batch

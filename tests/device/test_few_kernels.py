@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdtune.model.loss import _sum_losses
-from ssdtune.train.engine import ADDED_AT_ONCE, _add
+from ssdtune.train.leaves import ADDED_AT_ONCE, _add
 
 META = torch.device("meta")
 
