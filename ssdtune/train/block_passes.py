@@ -121,7 +121,10 @@ class BlockPasses:
         hidden = hidden.detach().requires_grad_(goes_on)
         with torch.enable_grad():
             state.seed_stage(m, 1 + number)
-            call, leaves = state.entries[m].calls[number], self._leaves.of(state, stage, training=True)
+            call, leaves = (
+                state.entries[m].calls[number],
+                self._leaves.of(state, stage, training=True),
+            )
             return hidden, self._blocks.run_block(number, leaves, call, hidden)
 
 

@@ -375,4 +375,3 @@ class Engine:
         if wrong or (first and not all(math.isfinite(loss) for loss in state.losses)):
             self._watch.notice(stage, wrong)
         state.squares[stage] = total
-

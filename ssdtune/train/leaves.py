@@ -32,7 +32,8 @@ class Leaves:
     def of(self, state: RunState, stage: str, *, training: bool) -> dict[str, torch.Tensor]:
         """Return a stage's parameters by name; in training as leaves whose gradients go to the stage's slot."""
         weights = {
-            name: weight.to(self.dtype(weight)) for name, weight in self.stored(state, stage).items()
+            name: weight.to(self.dtype(weight))
+            for name, weight in self.stored(state, stage).items()
         }
         if not training:
             return weights
@@ -60,9 +61,7 @@ class Leaves:
             present[index] = True
         return total
 
-    def _hook(
-        self, state: RunState, part: Part, index: int
-    ) -> Callable[[torch.Tensor], None]:
+    def _hook(self, state: RunState, part: Part, index: int) -> Callable[[torch.Tensor], None]:
         def collect(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
             total, present = self._sum(state, part, index), state.update.present[part.name]
