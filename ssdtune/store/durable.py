@@ -16,6 +16,9 @@ from typing import Any
 
 from ssdtune.errors import StorageError
 
+REMOVED = ".removed"
+"""Ends the name, hidden then, of a folder that is being removed."""
+
 
 def write_json_atomic(path: Path, value: Any) -> None:
     """Replace a JSON file; after a crash either the old or the new content is there, whole.
@@ -74,7 +77,7 @@ def remove_dir(path: Path) -> None:
     Raises:
         StorageError: It could not be removed.
     """
-    doomed = path.with_name(f".{path.name}.removed")
+    doomed = path.with_name(f".{path.name}{REMOVED}")
     with _storage_errors("remove", path):
         if doomed.exists():  # a crash came between
             shutil.rmtree(doomed)

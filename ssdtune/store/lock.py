@@ -88,6 +88,8 @@ class DirectoryLock:
         self._created = not os.path.lexists(self._path)
         self._by_record = False
         self._descriptor = self._acquire()
+        for left in directory.glob(f".{OWNER_NAME}.*.tmp"):  # by a process that was killed
+            left.unlink(missing_ok=True)
 
     def _acquire(self) -> int:
         while True:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ssdtune.errors import ConfigError, FormatError
-from ssdtune.store.durable import remove_dir, replace_dir, write_json_atomic
+from ssdtune.store.durable import REMOVED, remove_dir, replace_dir, write_json_atomic
 from ssdtune.store.store import Store
 
 FORMAT = 1
-PREFIX = "checkpoint-"
+PREFIX, PARTIAL = "checkpoint-", ".partial"
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,13 @@ def checkpoint_folders(output_dir: Path) -> list[Path]:
         if number.isdigit() and (folder / "trainer_state.json").exists():
             found.append((int(number), folder))
     return [folder for _, folder in sorted(found)]
+
+
+def remove_remains(output_dir: Path) -> None:
+    """Remove what a run left that was killed while it saved or dropped a checkpoint; only for whoever holds the folder."""
+    for pattern in (f"{PREFIX}*{PARTIAL}", f".{PREFIX}*{REMOVED}"):
+        for folder in output_dir.glob(pattern):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_checkpoint(output_dir: Path, wanted: str) -> Path:
@@ -112,20 +119,22 @@ def _read(path: Path) -> dict[str, Any]:
 def save_checkpoint(output_dir: Path, store: Store, state: TrainerState, *, keep: int) -> Path:
     """Make the store's live states a checkpoint, then drop the oldest ones beyond `keep`.
 
-    Everything must be flushed to the store before. A crash at any point leaves the previous checkpoint whole.
+    Those of later steps were left by a run that was resumed from before them: they go too. Everything must be flushed to
+    the store before. A crash at any point leaves a checkpoint whole.
     """
     final = output_dir / f"{PREFIX}{state.step}"
-    if final.exists():  # left by a run that was resumed from before it
+    if final.exists():  # the one that was resumed from is there
         _drop(store, final)
-    partial = output_dir / f"{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = output_dir / f"{final.name}{PARTIAL}"
     partial.mkdir()
     manifest = store.freeze(final.name, final)
     store.sync()
     write_json_atomic(partial / "manifest.json", manifest)
     write_json_atomic(partial / "trainer_state.json", {"format": FORMAT, **asdict(state)})
     replace_dir(partial, final)
-    for folder in checkpoint_folders(output_dir)[:-keep]:
+    folders = checkpoint_folders(output_dir)
+    count = folders.index(final) + 1
+    for folder in [*folders[count:], *folders[:count][:-keep]]:
         _drop(store, folder)
     return final
 

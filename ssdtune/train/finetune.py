@@ -52,6 +52,7 @@ from ssdtune.train.checkpoint import (
     find_checkpoint,
     read_manifest,
     read_state,
+    remove_remains,
 )
 from ssdtune.train.choose import Chosen, choose, tuned
 from ssdtune.train.disk import DiskPlan, has_room, plan_disk
@@ -298,7 +299,8 @@ def _identity(prepared: Prepared) -> dict[str, Any]:
             )
         },
         "shuffle": config.data.shuffle,
-        "packing": config.data.packing,
+        # Which rows share a sequence follows from its length.
+        "packed_length": config.data.max_length if config.data.packing else None,
     }  # fmt: skip
 
 
@@ -328,6 +330,7 @@ class _Run:
         with ExitStack() as stack:
             stack.callback(backend.close)
             stack.enter_context(hold_output(self.output_dir))
+            remove_remains(self.output_dir)
             made = [folder for folder in self.disk.directories if not folder.exists()]
             stack.callback(_remove_empty, made)
             store = self._open_store(backend)

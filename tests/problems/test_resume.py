@@ -176,6 +176,7 @@ def saved(plain: tuple[Path, Streamed]) -> dict[str, Any]:
         ({"dtype": "bf16", "master_weights": False}, "master_weights was True, is False. Resume"),
         ({"max_length": 6}, "rows was"),
         ({"method": "lora"}, "method was 'full', is 'lora'"),
+        ({"packing": True, "max_length": 48}, "packed_length was None, is 48"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -187,6 +188,30 @@ def test_another_run_is_not_taken_for_the_saved_one(
         finetune(**saved | change | {"resume_from_checkpoint": "last"})
     assert words in str(caught.value)
     assert hash_folder(Path(saved["output_dir"])) == before
+
+
+def test_a_run_that_goes_back_drops_what_came_later(
+    plain: tuple[Path, Streamed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own checkpoint is the last one, at any time, though fewer are kept now; nothing of a kill is left."""
+    folder, wanted = plain
+    settings = settings_for(folder, **SETTINGS | {"save_steps": 1, "save_total_limit": 4})
+    out = tmp_path / "out"
+    settings["output_dir"] = str(out)
+    finetune(**settings)
+    settings["save_total_limit"] = 1
+    with monkeypatch.context() as patch:
+        _signal_in(patch, Engine, "train_step", signal.SIGTERM)
+        with pytest.raises(Interrupted, match="checkpoint-2"):
+            finetune(**settings | {"resume_from_checkpoint": str(out / "checkpoint-1")})
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-2"]
+    for name in (".checkpoint-1.removed", "checkpoint-3.partial"):
+        (out / name).mkdir()
+    (out / "swap/.ssdtune-owner.json.1.tmp").touch()
+    finetune(**settings | {"resume_from_checkpoint": "last"})
+    assert_same_bits(read_run(out), wanted)
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {"checkpoint-4", "swap"}
+    assert not list((out / "swap").glob("*.tmp"))
 
 
 def test_half_a_checkpoint_is_never_the_last(saved: dict[str, Any]) -> None:
