@@ -1,4 +1,4 @@
-"""The nearest plan that fits where the wanted one does not: found by bisection, said as settings to change.
+"""The nearest plan that fits where the wanted one does not: found with few looks, said as settings to change.
 
 Plain numbers: what a run needs is a function of its batch size and sequence length, given by the caller, who knows
 the model (`ssdtune.train.planning`).
@@ -94,31 +94,46 @@ def nearest_fit(
         return None
 
     def longest(size: int) -> int | None:
-        found = largest(lambda n: needed(size, n) <= budget_bytes, SHORTEST_LENGTH, max_length - 1)
-        if found is None or found < LENGTH_GRAIN:
-            return found
-        return found // LENGTH_GRAIN * LENGTH_GRAIN
+        grains = largest(
+            lambda n: needed(size, n * LENGTH_GRAIN),
+            budget_bytes,
+            1,
+            (max_length - 1) // LENGTH_GRAIN,
+        )
+        if grains is not None:
+            return grains * LENGTH_GRAIN
+        most = min(max_length, LENGTH_GRAIN) - 1
+        return largest(lambda n: needed(size, n), budget_bytes, SHORTEST_LENGTH, most)
 
-    size = largest(lambda n: needed(n, max_length) <= budget_bytes, 1, batch_size - 1)
+    size = largest(lambda n: needed(n, max_length), budget_bytes, 1, batch_size - 1)
     length = longest(batch_size)
     alone = size is not None or length is not None
     return Nearest(wanted, budget_bytes, size, length, None if alone else longest(1), setting)
 
 
-def largest(holds: Callable[[int], bool], low: int, high: int) -> int | None:
-    """Return the largest number from `low` to `high` for which a condition holds; None if there is none.
+def largest(needed: Callable[[int], int], budget_bytes: int, low: int, high: int) -> int | None:
+    """Return the largest number from `low` to `high` that needs no more than the budget; None if there is none.
+
+    What is needed grows nearly in proportion, so proportion says where to look; every second time the middle does, so that
+    no other growth takes many looks.
 
     Args:
-        holds: Once false, false for all larger numbers.
+        needed: Never less for a larger number. Each call may take a while.
     """
-    if high < low or not holds(low):
+    if high < low or (least := needed(low)) > budget_bytes:
         return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(middle):
-            low = middle
+    if (most := needed(high)) <= budget_bytes:
+        return high
+    looks = 0
+    while high - low > 1:
+        looks += 1
+        share = 0.5 if looks % 2 == 0 else (budget_bytes - least) / (most - least)
+        number = low + min(max(int((high - low) * share), 1), high - low - 1)
+        size = needed(number)
+        if size <= budget_bytes:
+            low, least = number, size
         else:
-            high = middle - 1
+            high, most = number, size
     return low
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from ssdtune.config.schema import Config
 from ssdtune.plan.device_memory import DeviceLimits, device_bytes
 from ssdtune.plan.nearest import Nearest, nearest_fit
 from ssdtune.plan.residency import (
+    LEAST_CHUNK_BYTES,
     ComputeSize,
     MemoryLimits,
     MemoryPlan,
@@ -20,7 +22,7 @@ from ssdtune.plan.residency import (
     plan_memory,
 )
 
-_SMALLEST = Proportions(block_slots=1, chunk_slots=2)
+_SMALLEST = Proportions(block_slots=1, chunk_slots=2, chunk_bytes=LEAST_CHUNK_BYTES)
 _ENDLESS_BYTES = 1 << 62
 
 
@@ -41,16 +43,14 @@ def nearest_settings(
     Returns:
         None if the given settings fit.
     """
-    # Streaming everything needs least, and then nobody counts what blocks could keep, unless they have to.
-    streaming = config
-    if config.memory.recompute not in ("cheap", "never"):
-        streaming = replace(config, memory=replace(config.memory, host_cache=0))
     device = DeviceLimits(_ENDLESS_BYTES) if limits.device else None
+    # Streaming everything needs least.
     endless = replace(limits, budget_bytes=_ENDLESS_BYTES, cache_bytes=0, device=device)
 
+    @cache  # counting takes a while, and both budgets ask for the same
     def smallest(batch_size: int, length: int) -> tuple[ComputeSize, MemoryPlan]:
-        training = replace(streaming.training, per_device_train_batch_size=batch_size)
-        compute = compute_size(replace(streaming, training=training), length)
+        training = replace(config.training, per_device_train_batch_size=batch_size)
+        compute = compute_size(replace(config, training=training), length)
         plan = plan_memory(parts, compute, endless, _SMALLEST)
         return compute, replace(plan, device_gradient_slots=1) if device else plan
 

@@ -10,21 +10,23 @@ from ssdtune.plan.nearest import LENGTH_GRAIN, Nearest, as_setting, largest, nea
 from ssdtune.units import GIB, MIB, parse_size
 
 
-def test_largest_is_found_with_few_questions() -> None:
-    asked: list[int] = []
+@pytest.mark.parametrize(("power", "most_looks"), [(1, 6), (2, 32), (8, 45)])
+def test_the_largest_is_found_with_few_looks(power: int, most_looks: int) -> None:
+    looks: list[int] = []
 
-    def holds(number: int) -> bool:
-        asked.append(number)
-        return number <= 777
+    def needed(number: int) -> int:
+        looks.append(number)
+        return 5 + 3 * number**power
 
-    assert largest(holds, 1, 1_000_000) == 777
-    assert len(asked) <= 22
+    assert largest(needed, 5 + 3 * 777**power + 1, 1, 1_000_000) == 777
+    assert len(looks) <= most_looks
 
 
-@given(st.integers(-5, 40), st.integers(-5, 40), st.integers(-10, 50))
-def test_largest_of_any_range(low: int, high: int, limit: int) -> None:
+@given(st.integers(-5, 40), st.integers(-5, 40), st.integers(-10, 50), st.integers(0, 9))
+def test_largest_of_any_range(low: int, high: int, limit: int, slope: int) -> None:
     expected = max((n for n in range(low, high + 1) if n <= limit), default=None)
-    assert largest(lambda n: n <= limit, low, high) == expected
+    jump = {number: slope * number + (number > limit) * 1000 for number in range(-5, 41)}
+    assert largest(jump.__getitem__, 500, low, high) == expected
 
 
 @given(
