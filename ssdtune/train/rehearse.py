@@ -8,6 +8,7 @@ each other down by is `ssdtune.plan.simulator`'s business. Nothing is written, a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ import torch
 
 from ssdtune.data.batches import Batch
 from ssdtune.device.base import Device
+from ssdtune.errors import SsdtuneError
 from ssdtune.hardware.stream import Clock
 from ssdtune.io.buffers import BufferPool
 from ssdtune.optim.adamw import join_master, split_master
@@ -37,6 +39,8 @@ SECONDS = 6.0
 """For all steps of a rehearsal, besides the first."""
 MOST_STEPS = 5
 """Of each kind, besides the first."""
+PATIENCE = 5
+"""Times `seconds` that the first step may take; what takes longer is not rehearsed."""
 MOST_BLOCKS = 4
 COLD_BYTES = 256 * MIB
 """What is written between operations, so that nothing of the last one is left in the processor's caches; at most a quarter of
@@ -54,20 +58,28 @@ def rehearse(
     seconds: float = SECONDS,
     clock: Clock = time.perf_counter,
 ) -> ComputeTimes:
-    """Measure what one micro-batch of a prepared run takes, by kind of operation; arguments as of `Rehearsal`."""
+    """Measure what one micro-batch of a prepared run takes, by kind of operation; arguments as of `Rehearsal`.
+
+    Raises:
+        TooLong: Even the smallest step takes longer than is worth waiting for.
+    """
     with Rehearsal(prepared, flop_per_s=flop_per_s, seconds=seconds, clock=clock) as rehearsal:
         if prepared.config.model.torch_compile:
             rehearsal.step()
             rehearsal.forget()  # blocks were compiled
         start = clock()
         for number in range(1 + MOST_STEPS):
-            rehearsal.step()
-            if number == 0 and clock() - start < 4 * seconds:  # kernels were loaded
+            rehearsal.step(PATIENCE * seconds if number == 0 else math.inf)
+            if number == 0 and clock() - start < 2 * seconds:  # kernels were loaded
                 rehearsal.forget()
                 start = clock()
             elif clock() - start > seconds:
                 break
         return rehearsal.times
+
+
+class TooLong(SsdtuneError):
+    """A rehearsal would keep the user waiting."""
 
 
 class Rehearsal:
@@ -107,10 +119,17 @@ class Rehearsal:
     def __exit__(self, *error: object) -> None:
         self._stage.close()
 
-    def step(self) -> None:
-        """Run a step for each that blocks may keep in plans: their input, results of products, all."""
+    def step(self, most_seconds: float = math.inf) -> None:
+        """Run a step for each that blocks may keep in plans: their input, results of products, all.
+
+        Raises:
+            TooLong: All of them together take longer than `most_seconds`.
+        """
+        alone = _OneAfterTheOther(
+            self._prepared.device, self._clock, self._cold, self._clock() + most_seconds
+        )
+        lanes = cast(Lanes, alone)
         for shape in self._modes:
-            lanes = cast(Lanes, _OneAfterTheOther(self._prepared.device, self._clock, self._cold))
             engine = Engine(
                 self._prepared.blocks, self._swap, cast(Any, None), self._prepared.device, lanes,
                 shape, seed=self._prepared.config.training.seed, max_grad_norm=0.0,
@@ -150,6 +169,7 @@ class _OneAfterTheOther:
     device: Device
     clock: Clock
     cold: torch.Tensor
+    end_s: float
 
     def run(self, schedule: Schedule, execute: Callable[[Operation], None]) -> list[Span]:
         spans, begin = [], self.clock()
@@ -159,7 +179,10 @@ class _OneAfterTheOther:
             start = self.clock()
             execute(operation)
             self.device.record().wait()
-            spans.append(Span(operation, start - begin, self.clock() - begin))
+            now = self.clock()
+            spans.append(Span(operation, start - begin, now - begin))
+            if now > self.end_s:
+                raise TooLong("its blocks are so large that a step of one takes too long")
         return spans
 
 
@@ -188,6 +211,7 @@ def _stage(prepared: Prepared, blocks: int) -> Iterator[tuple[SwapManager, list[
     plan = replace(
         prepared.memory, resident=frozenset(), deferred=trained, gradients_on_ssd=trained,
         kept=frozenset(), swapped=frozenset(), partly=frozenset(), input_slots=0, straight=frozenset(),
+        block_slots=min(prepared.memory.block_slots, blocks),
     )  # fmt: skip
     shape = StepShape(
         num_blocks=blocks,

@@ -23,24 +23,25 @@ from ssdtune.plan.times import ComputeTimes
 from ssdtune.store.durable import write_json_atomic
 from ssdtune.train.forecast import dtype_name
 from ssdtune.train.prepare import Prepared
-from ssdtune.train.rehearse import micro_batch_shape, rehearse
+from ssdtune.train.rehearse import TooLong, micro_batch_shape, rehearse
 
 logger = logging.getLogger(__name__)
 
 MOST_KEPT = 200
 """Rehearsals in the file; the oldest make room."""
+_NONE = ComputeTimes({})
 
 
 def times_of(prepared: Prepared, profile: HardwareProfile) -> ComputeTimes | None:
     """Return how long computing takes in a run on this machine, whose profile it is: rehearsed before, or now.
 
     Returns:
-        None if the rehearsal failed; a warning says why.
+        None if the rehearsal failed or would take too long; a warning says why, the second only once.
     """
     name = _identity(prepared, profile)
     kept = _read()
     if name in kept:
-        return ComputeTimes(kept[name])
+        return ComputeTimes(kept[name]) if kept[name] else None
     forward = profile.rates().forward_flop_per_s.get(dtype_name(prepared.dtype))
     if not forward:
         return None
@@ -50,6 +51,9 @@ def times_of(prepared: Prepared, profile: HardwareProfile) -> ComputeTimes | Non
         keep_freed_memory()  # as the run does: it makes computing faster
     try:
         times = rehearse(prepared, flop_per_s=forward)
+    except TooLong as error:
+        logger.warning("no rehearsal, the forecast counts FLOP instead: %s", error)
+        times = _NONE  # kept, so that nobody waits for it again
     except (SsdtuneError, RuntimeError, MemoryError) as error:
         logger.warning("no rehearsal, the forecast counts FLOP instead: %s", error)
         return None
@@ -57,7 +61,7 @@ def times_of(prepared: Prepared, profile: HardwareProfile) -> ComputeTimes | Non
         map_large_blocks()
         return_memory()
     _write({**kept, name: dict(times.seconds)})
-    return times
+    return times if times.seconds else None
 
 
 def _identity(prepared: Prepared, profile: HardwareProfile) -> str:

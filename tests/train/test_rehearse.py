@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ssdtune.plan.times import ComputeTimes, key
 from ssdtune.train import rehearsed
 from ssdtune.train.forecast import Forecaster
 from ssdtune.train.prepare import Prepared
-from ssdtune.train.rehearse import rehearse
+from ssdtune.train.rehearse import Rehearsal, rehearse
 from tests.train.test_choose import machine
 from tests.train.test_forecast import RATES
 from tests.train.test_forecast import _prepared as prepared_run
@@ -99,9 +100,30 @@ def test_a_micro_batch_that_takes_too_long_is_cut_and_its_times_are_scaled(tmp_p
 
 
 def test_the_first_step_counts_only_where_there_is_no_time_for_another(tmp_path: Path) -> None:
-    # The clock goes on by far more than the time that there is: one step must do.
-    times = rehearse(_prepared(tmp_path), flop_per_s=1e9, seconds=1e-3, clock=Ticks())
+    clock, prepared = Ticks(), _prepared(tmp_path)
+    with Rehearsal(prepared, flop_per_s=1e9, clock=clock) as rehearsal:
+        rehearsal.step()
+    first, clock = clock(), Ticks()
+    times = rehearse(prepared, flop_per_s=1e9, seconds=first / 3, clock=clock)
     assert sorted(times.seconds) == ALL
+    assert clock() < 1.5 * first  # there was only one
+
+
+def test_what_would_take_too_long_is_given_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a clock that goes on by far more than the time that there is. Nobody waits for it again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    prepared, clock = _prepared(tmp_path), Ticks()
+    held = prepared.device.memory().held_bytes
+    hasty = partial(rehearse, seconds=1e-3, clock=clock)
+    monkeypatch.setattr(rehearsed, "rehearse", hasty)
+    assert rehearsed.times_of(prepared, machine()) is None
+    assert "counts FLOP instead" in caplog.text
+    assert prepared.device.memory().held_bytes == held
+    read = clock()
+    assert rehearsed.times_of(prepared, machine()) is None
+    assert clock() == read + 1
 
 
 def test_times_are_those_of_the_operation() -> None:
