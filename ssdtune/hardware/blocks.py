@@ -20,6 +20,7 @@ from ssdtune.errors import ConfigError, UnsupportedModelError
 from ssdtune.hardware.figures import BlockPoint, BlockProfile
 from ssdtune.hardware.stream import Clock
 from ssdtune.model.checkpoint import refuse_quantized
+from ssdtune.model.experts import active_parameters
 from ssdtune.units import format_memory
 
 if TYPE_CHECKING:
@@ -246,22 +247,9 @@ def _build(config: Any, device: Device) -> tuple[BlockModel, int]:
 
 def _sizes(blocks: BlockModel, number: int, config: Any) -> tuple[int, int]:
     """Return the parameters of a block, and those that one token uses."""
-    text = config.get_text_config()
-    named = dict(blocks.blocks[number].named_parameters())
-    total = sum(p.numel() for p in named.values())
-    experts = next(
-        (
-            count
-            for key in ("num_local_experts", "num_experts", "n_routed_experts")
-            if isinstance(count := getattr(text, key, None), int) and count > 0
-        ),
-        0,
-    )
-    used = getattr(text, "num_experts_per_tok", None)
-    if not experts or not isinstance(used, int):
-        return total, total
-    routed = sum(p.numel() for name, p in named.items() if ".experts." in f".{name}")
-    return total, total - routed + routed * min(used, experts) // experts
+    shapes = {name: p.shape for name, p in blocks.blocks[number].named_parameters()}
+    total = sum(shape.numel() for shape in shapes.values())
+    return total, active_parameters(config.get_text_config(), shapes)
 
 
 def _forward_flop(active: int, tokens: int, sequence: int, config: Any) -> float:

@@ -7,13 +7,15 @@ the measured profile are put into their terms.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from ssdtune.errors import ConfigError
 from ssdtune.hardware.profile import Rates
-from ssdtune.model.layout import ModelLayout, Stage
+from ssdtune.model.experts import active_parameters
+from ssdtune.model.layout import Stage
 from ssdtune.plan.generate import (
     StageShape,
     StepShape,
@@ -263,13 +265,14 @@ def model_shape(prepared: Prepared) -> ModelShape:
     """Return the sizes of a prepared model."""
     layout = prepared.layout
     text = prepared.built.model.config.get_text_config()
-    block = _elements(layout.stages["block.0"])
+    blocks = [layout.stages[f"block.{number}"] for number in range(layout.num_blocks)]
     embedding = sum(_elements(layout.stages[stage]) for stage in layout.embed_stages)
     return ModelShape(
         num_blocks=layout.num_blocks,
         hidden=text.hidden_size,
-        block_parameters=block,
-        active_block_parameters=_active(layout, text, block),
+        # Some models have blocks of several kinds, with experts and without.
+        block_parameters=round(fmean(map(_elements, blocks))),
+        active_block_parameters=round(fmean(_active(text, block) for block in blocks)),
         embedding_parameters=embedding,
         head_parameters=sum(_elements(layout.stages[stage]) for stage in layout.head_stages),
         tied=layout.tied,
@@ -280,23 +283,9 @@ def _elements(stage: Stage) -> int:
     return sum(spec.numel for part in stage.parts for spec in part.tensors)
 
 
-def _active(layout: ModelLayout, text: Any, block: int) -> int:
-    """Return the parameters of a block that a token passes: of its experts only some."""
-    chosen = getattr(text, "num_experts_per_tok", None)
-    counts = (
-        getattr(text, name, None)
-        for name in ("num_local_experts", "num_experts", "n_routed_experts")
-    )
-    number = next((count for count in counts if isinstance(count, int) and count), None)
-    if not chosen or not number:
-        return block
-    experts = sum(
-        spec.numel
-        for part in layout.stages["block.0"].parts
-        for spec in part.tensors
-        if ".experts." in spec.name
-    )
-    return block - experts + experts * chosen // number
+def _active(text: Any, stage: Stage) -> int:
+    shapes = {spec.name: spec.shape for part in stage.parts for spec in part.tensors}
+    return active_parameters(text, shapes)
 
 
 def training_shape(prepared: Prepared) -> TrainingShape:
@@ -310,8 +299,8 @@ def training_shape(prepared: Prepared) -> TrainingShape:
     layout = prepared.layout
     trained = sum(
         spec.numel
-        for part in layout.stages["block.0"].parts
-        if part.trained
+        for part in layout.trained_parts
+        if part.stage.startswith("block.")
         for spec in part.tensors
     )
     micro_inputs = layout.num_blocks * training.gradient_accumulation_steps
@@ -321,7 +310,7 @@ def training_shape(prepared: Prepared) -> TrainingShape:
         micro_batches=max(1, -(-sequences // training.per_device_train_batch_size)),
         weight_bytes=prepared.dtype.itemsize,
         split_master=prepared.dtype != torch.float32,
-        adapter_parameters=trained if prepared.config.method == "lora" else 0,
+        adapter_parameters=trained // layout.num_blocks if prepared.config.method == "lora" else 0,
         activation_bytes=prepared.compute.kept_bytes * micro_inputs,
         product_bytes=prepared.compute.products_bytes * micro_inputs,
     )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,8 +39,9 @@ from ssdtune.hardware.memory import (
 from ssdtune.io.buffers import aligned_size
 from ssdtune.model.blocks import BlockModel
 from ssdtune.model.build import BuiltModel, base_name, build_model
-from ssdtune.model.checkpoint import HfCheckpoint
+from ssdtune.model.checkpoint import HfCheckpoint, resolve
 from ssdtune.model.chunked_loss import chunked_loss_bytes
+from ssdtune.model.experts import feed_forward_size, num_chosen
 from ssdtune.model.footprint import Footprint, footprint
 from ssdtune.model.isolation import refuse_leaking_rows
 from ssdtune.model.layout import ModelLayout, Part
@@ -136,6 +136,7 @@ def prepare(
     config: Config,
     *,
     with_rows: bool = True,
+    weights_needed: bool = True,
     host_budget_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     other_device: DeviceLimits | None = None,
@@ -143,7 +144,8 @@ def prepare(
     """Open the model, read the rows, and plan the memory.
 
     Args:
-        with_rows: Read the rows; without them a config.json is enough of a model, for planning.
+        with_rows: Read the rows.
+        weights_needed: There must be weights, and pickled ones are converted; else a config.json is enough of a model.
         host_budget_bytes: Memory of the machine that is planned for; by default what this one has. Then its card
             is `other_device`, if it has one.
         dtype: Compute dtype on that machine; by default what the settings and this one give.
@@ -152,7 +154,7 @@ def prepare(
         ConfigError: Something about the input is wrong.
         CapacityError: It does not fit into the memory.
     """
-    checkpoint = _open_checkpoint(config, weights_needed=with_rows)
+    checkpoint = _open_checkpoint(config, weights_needed=weights_needed and with_rows)
     device = open_device(config.memory.device, budget_bytes=tensor_bytes(config.memory.gpu_memory))
     dtype = dtype or choose_dtype(config.model.dtype, device)
     if dtype == torch.float16:
@@ -272,7 +274,7 @@ def usual_proportions(config: Config) -> Proportions:
 
 def _open_checkpoint(config: Config, *, weights_needed: bool) -> HfCheckpoint:
     name = config.model.model_name_or_path
-    if not weights_needed and not any(Path(name).glob("*.safetensors*")):
+    if not weights_needed and not any(resolve(name).glob("*.safetensors*")):
         return HfCheckpoint.open_config(name)
     return HfCheckpoint.open(name, convert_dir=Path(config.training.output_dir) / "converted")
 
@@ -567,23 +569,14 @@ def _footprint(
     if getattr(text, "_attn_implementation", None) == "eager":
         scores *= 4 * getattr(text, "num_attention_heads", 1)
     largest = max(spec.numel for part in parts for spec in part.tensors)
-    inner = _feed_forward_size(text, hidden)
+    inner = feed_forward_size(text)
     saved = tokens * (16 * hidden + 5 * inner) * item + scores + more
-    experts = getattr(text, "num_experts_per_tok", None) or 1
     return Footprint(
         kept_bytes=saved,
-        products_bytes=tokens * ((6 + experts) * hidden + 2 * inner) * item + scores,
+        products_bytes=tokens * ((6 + num_chosen(text)) * hidden + 2 * inner) * item + scores,
         block_bytes=saved + 2 * largest * item,
         entry_bytes=scores + 2 * tokens * hidden * item,
     )
-
-
-def _feed_forward_size(text: Any, hidden: int) -> int:
-    names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ffn_config")
-    sizes = [getattr(text, name, None) for name in names]
-    known = [size for size in sizes if isinstance(size, int)]
-    inner = max(known, default=4 * hidden)
-    return inner * (getattr(text, "num_experts_per_tok", None) or 1)
 
 
 def summary_lines(
