@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ssdtune.errors import BackendUnavailableError
 from ssdtune.io.buffers import Buffer
-from ssdtune.io.select import BACKENDS, ON_REQUEST, open_backend
+from ssdtune.io.select import BACKENDS, DEVICE_BACKENDS, open_backend
 from ssdtune.units import format_memory, parse_size
 
 TRANSFER_BYTES = 16 << 20
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", type=parse_size, default=1 << 30)
-    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=(*BACKENDS, *ON_REQUEST))
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=(*BACKENDS, *DEVICE_BACKENDS))
     parser.add_argument(
         "--request-bytes", nargs="+", type=parse_size, default=[256 << 10, 1 << 20, 4 << 20]
     )

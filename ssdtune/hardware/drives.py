@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssdtune.errors import BackendUnavailableError, StorageError
 from ssdtune.hardware.effort import Effort
@@ -23,8 +23,12 @@ from ssdtune.hardware.figures import DirectoryProfile, IoPoint, TogetherProfile
 from ssdtune.hardware.memory import available_host_memory
 from ssdtune.hardware.place import drives_of, has_reflink, warnings_for
 from ssdtune.hardware.stream import CHUNKS_IN_FILE, Bench, Clock, Moved
+from ssdtune.hardware.ways import measure_ways
 from ssdtune.io.mounts import IN_MEMORY, existing_parent, mount_of
 from ssdtune.units import MIB, format_disk
+
+if TYPE_CHECKING:
+    from ssdtune.device.base import Device
 
 KINDS = ("read", "write", "mixed")
 FEW_SETTINGS = ((1 * MIB, 16), (4 * MIB, 4))
@@ -39,9 +43,10 @@ LARGEST_IN_MEMORY_BYTES = 256 * MIB
 
 _SHARES = {
     "fill": 0.17,
-    "grid": 0.42,
+    "grid": 0.36,
     "others": 0.06,
     "again": 0.08,
+    "ways": 0.06,
     "sustained": 0.25,
     "hot": 0.02,
 }
@@ -106,6 +111,8 @@ def measure_bench(
     *,
     seconds: float,
     backends: Sequence[str],
+    card: Device | None = None,
+    straight: Sequence[str] = (),
     say: Say = silent,
 ) -> DirectoryProfile:
     """Measure the drive under an opened file.
@@ -114,6 +121,7 @@ def measure_bench(
         known: What is known of the directory already.
         seconds: Time for all of it.
         backends: Those that work, the best first.
+        card: The card that bytes may go on to, or come from; `straight` backends reach its memory.
         say: Told what is being done.
 
     Returns:
@@ -129,6 +137,10 @@ def measure_bench(
             bench, effort, seconds, backends, lambda text: say(f"{known.path}: {text}")
         )
         best = _best_again(bench, points, seconds * _SHARES["again"])
+        say(f"{known.path}: rates of all backends in turns")
+        ways = measure_ways(
+            bench, best, [*backends, *straight], seconds=seconds * _SHARES["ways"], device=card
+        )
         say(f"{known.path}: rates that hold")
         found = _sustained(bench, best, seconds, filled)
     except StorageError as error:  # a quota, or a drive that is failing: said, not hidden
@@ -139,6 +151,7 @@ def measure_bench(
         known,
         direct=bench.direct,
         points=tuple(points),
+        ways=ways,
         file_bytes=bench.size,
         written_bytes=bench.written_bytes,
         backend=best.backend,

@@ -70,6 +70,21 @@ class IoPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Way:
+    """Rates of one way of bytes, in turns with the others of the same drive; bytes per second.
+
+    Attributes:
+        to_card: They come from a card and end there: straight with a backend that takes its memory, else through pinned
+            host memory.
+    """
+
+    backend: str
+    to_card: bool = False
+    read_bytes_per_s: float = 0.0
+    mixed_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class DirectoryProfile:
     """A directory's drive.
 
@@ -88,6 +103,8 @@ class DirectoryProfile:
         write_burst_bytes_per_s: The fastest quarter of a longer write.
         caches: What of "read" and "write" has a burst that is clearly faster than what holds.
         points: All settings that were tried.
+        ways: The backends with the best settings, from which each stream takes its own; none where there is one only, None
+            if earlier versions measured.
         file_bytes: Size of the file that was measured on.
         written_bytes: All that measuring has written.
         warnings: What a user should know about this place.
@@ -112,6 +129,7 @@ class DirectoryProfile:
     write_burst_bytes_per_s: float = 0.0
     caches: tuple[str, ...] = ()
     points: tuple[IoPoint, ...] = ()
+    ways: tuple[Way, ...] | None = None
     file_bytes: int = 0
     written_bytes: int = 0
     warnings: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ from ssdtune.hardware.memory import keep_freed_memory
 from ssdtune.hardware.profile import HardwareProfile, read_profile, save
 from ssdtune.hardware.stream import Bench, Clock
 from ssdtune.io.mounts import existing_parent
-from ssdtune.io.select import probe_backends
+from ssdtune.io.select import DEVICE_BACKENDS, probe_backends
 
 logger = logging.getLogger(__name__)
 
@@ -81,18 +81,26 @@ def measure(
     def say(text: str) -> None:
         progress(text, min((clock() - start) / total, 0.99))
 
-    probes = {probe.name: probe.reason for probe in probe_backends()}
-    names = (
-        [name for name, reason in probes.items() if not reason] if backend == "auto" else [backend]
-    )
     say("starting torch")
     from ssdtune.device import open_device
 
     opened = open_device(device)
+    card = opened if opened.own_memory else None
+    probes = {p.name: p.reason for p in probe_backends()}
+    names = [name for name, reason in probes.items() if not reason]
+    straight: list[str] = []
+    if backend != "auto":
+        names = [backend]
+    elif card is not None:
+        reaching = {p.name: p.reason for p in probe_backends(DEVICE_BACKENDS)}
+        straight = [name for name, reason in reaching.items() if not reason]
+        probes |= reaching
     if model is not None:
         say("looking at the model")
         check_model(model, opened)
-    found, together, contention, adam = _with_drives(directories, effort, names, direct, say, clock)
+    found, together, contention, adam = _with_drives(
+        directories, effort, names, direct, say, clock, card=card, straight=straight
+    )
     say("memory")
     memory = measure_memory(seconds=effort.memory_s, memory_bytes=effort.memory_bytes, clock=clock)
     say("copies to and from the device")
@@ -230,6 +238,9 @@ def _with_drives(
     direct: bool,
     say: drives.Say,
     clock: Clock,
+    *,
+    card: Device | None,
+    straight: Sequence[str],
 ) -> tuple[tuple[DirectoryProfile, ...], TogetherProfile | None, Contention | None, tuple]:
     """Measure everything that needs the drives, and AdamW, which is measured alone and beside them."""
     devices = [existing_parent(directory).stat().st_dev for directory in directories]
@@ -244,7 +255,8 @@ def _with_drives(
             known, bench = stack.enter_context(opened)
             if bench is not None:
                 known = drives.measure_bench(
-                    known, bench, effort, seconds=each, backends=backends, say=say
+                    known, bench, effort, seconds=each, backends=backends, card=card,
+                    straight=straight, say=say,
                 )
                 if not known.problem:
                     benches.append((known, bench))

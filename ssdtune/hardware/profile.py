@@ -32,10 +32,12 @@ from ssdtune.hardware.figures import (
 from ssdtune.hardware.striped import (
     StripedRates,
     measured_places,
-    source_rate,
+    source_place,
     striped_rates,
 )
+from ssdtune.hardware.ways import Paces, paces
 from ssdtune.io.mounts import existing_parent
+from ssdtune.io.streams import StreamNames
 from ssdtune.store.durable import write_json_atomic
 
 SCHEMA_VERSION = 2
@@ -58,6 +60,7 @@ class Rates:
             micro-batch that was measured.
         adam_core_share: Share of the cores that AdamW takes at that rate.
         source_read_bytes_per_s: Reading the model's own files; 0 if it is not known where they lie.
+        activation_pace: Of the backend for activations, in units of that for the states.
     """
 
     read_bytes_per_s: float
@@ -74,6 +77,7 @@ class Rates:
     backward_flop_per_s: Mapping[str, float]
     adam_core_share: float = 1.0
     source_read_bytes_per_s: float = 0.0
+    activation_pace: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +126,7 @@ class HardwareProfile:
         directories: Sequence[Path] | None = None,
         shares: Sequence[float] = (),
         model: Path | None = None,
+        streams: StreamNames | None = None,
     ) -> Rates:
         """Return the short form; 0 for what was not measured.
 
@@ -132,11 +137,14 @@ class HardwareProfile:
             directories: Those that a run deals its states over; by default all that were measured.
             shares: Relative share that each of these holds; none for equal ones.
             model: Where the model's own files lie.
+            streams: The backends of a run; by default the one that the rates were taken with.
 
         Raises:
             ConfigError: The drives of some of these directories were not measured.
         """
         io, both = self._striped(directories, shares), self.contention
+        places = self.places(directories, model)
+        pace = paces(*places, streams) if places and streams else Paces()
         fastest = max(self.adam, key=lambda point: point.parameters_per_s, default=None)
         adam = fastest.parameters_per_s if fastest else 0.0
         cores = self.machine.get("cores")
@@ -147,12 +155,12 @@ class HardwareProfile:
             io_share = both.io_with_adam_bytes_per_s / both.io_bytes_per_s
         compute = self._compute(digest, parameters, tokens)
         return Rates(
-            read_bytes_per_s=io.read_bytes_per_s,
-            write_bytes_per_s=io.write_bytes_per_s,
-            mixed_bytes_per_s=io.mixed_bytes_per_s,
+            read_bytes_per_s=io.read_bytes_per_s * pace.states,
+            write_bytes_per_s=io.write_bytes_per_s * pace.states,
+            mixed_bytes_per_s=io.mixed_bytes_per_s * pace.states,
             adam_parameters_per_s=adam,
             adam_with_io_parameters_per_s=adam * min(adam_share, 1.0),
-            io_with_adam_bytes_per_s=io.mixed_bytes_per_s * min(io_share, 1.0),
+            io_with_adam_bytes_per_s=io.mixed_bytes_per_s * pace.states * min(io_share, 1.0),
             memory_bytes_per_s=max((point.copy_bytes_per_s for point in self.memory), default=0.0),
             h2d_bytes_per_s=self._copy("h2d"),
             d2h_bytes_per_s=self._copy("d2h"),
@@ -162,7 +170,10 @@ class HardwareProfile:
             adam_core_share=min(1.0, fastest.threads / cores)
             if fastest and isinstance(cores, int) and cores
             else 1.0,
-            source_read_bytes_per_s=self._source(directories, model),
+            source_read_bytes_per_s=places[1].read_bytes_per_s * pace.weights
+            if places and model
+            else 0.0,
+            activation_pace=pace.activations / pace.states,
         )
 
     def _striped(self, directories: Sequence[Path] | None, shares: Sequence[float]) -> StripedRates:
@@ -171,11 +182,19 @@ class HardwareProfile:
         places = measured_places(self.directories, directories)
         return striped_rates(places, self.together, shares)
 
-    def _source(self, directories: Sequence[Path] | None, model: Path | None) -> float:
-        if model is None or not directories or not self.directories:
-            return 0.0
+    def places(
+        self, directories: Sequence[Path] | None, model: Path | None
+    ) -> tuple[DirectoryProfile, DirectoryProfile] | None:
+        """Return the directory that settings are taken from, and that of the model's own files; None if none was measured.
+
+        Raises:
+            ConfigError: The drives of some of these directories were not measured.
+        """
+        if not self.directories or not directories:
+            return None
         used = measured_places(self.directories, directories)
-        return source_rate(self.directories, used, model)
+        fastest = max(used, key=lambda place: place.mixed_bytes_per_s)
+        return fastest, source_place(self.directories, used, model) if model else fastest
 
     def _copy(self, direction: str) -> float | None:
         return next(

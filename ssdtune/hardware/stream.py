@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -33,6 +33,40 @@ CHUNKS_IN_FILE = 4
 """Transfers that the smallest file holds."""
 
 Clock = Callable[[], float]
+
+
+class Place(Protocol):
+    """Memory of one transfer."""
+
+    def read(self, backend: Backend, file: File, offset: int) -> Ticket:
+        """Start filling it from a file."""
+
+    def write(self, backend: Backend, file: File, offset: int) -> Ticket:
+        """Start writing it to a file."""
+
+
+class HostPlace:
+    """Memory of the host."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def read(self, backend: Backend, file: File, offset: int) -> Ticket:
+        """Start filling it from a file."""
+        return backend.read(file, offset, self._view)
+
+    def write(self, backend: Backend, file: File, offset: int) -> Ticket:
+        """Start writing it to a file."""
+        return backend.write(file, offset, self._view)
+
+
+PlaceOf = Callable[[Backend, memoryview], Place]
+"""Makes the place of a transfer from a buffer of the bench."""
+
+
+def in_host(backend: Backend, view: memoryview) -> Place:
+    """Return the buffer itself."""
+    return HostPlace(view)
 
 
 @dataclass
@@ -129,8 +163,13 @@ class Bench:
         return moved
 
     @contextlib.contextmanager
-    def stream(self, backend: str, request_bytes: int, queue_depth: int) -> Iterator[Stream]:
+    def stream(
+        self, backend: str, request_bytes: int, queue_depth: int, place_of: PlaceOf = in_host
+    ) -> Iterator[Stream]:
         """Open a backend on the file.
+
+        Args:
+            place_of: Makes the memory that bytes come from and go to.
 
         Raises:
             BackendUnavailableError: The backend does not work here.
@@ -142,7 +181,7 @@ class Bench:
             file = engine.open(path, writable=True, direct=self.direct)
             self.direct = file.direct  # tried once, and warned of once
             named = replace(file, path=self.place / "(file to measure on)")
-            stream = Stream(self, engine, named, request_bytes * queue_depth)
+            stream = Stream(self, engine, named, request_bytes * queue_depth, place_of)
             try:
                 yield stream
             finally:
@@ -155,11 +194,19 @@ class Bench:
 class Stream:
     """One backend at work on a bench's file, going round from its start to its end."""
 
-    def __init__(self, bench: Bench, backend: Backend, file: File, in_flight_bytes: int) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        backend: Backend,
+        file: File,
+        in_flight_bytes: int,
+        place_of: PlaceOf = in_host,
+    ) -> None:
         self.backend = backend
         self._bench = bench
         self._file = file
         self._transfers = min(-(-in_flight_bytes // bench.chunk_bytes) + AHEAD, bench.num_buffers)
+        self._places = [place_of(backend, b.view) for b in bench.buffers(self._transfers)]
         self._pending: deque[Ticket] = deque()
         self._next_read = self._next_write = 0
 
@@ -190,8 +237,7 @@ class Stream:
         """
         bench, chunk, moved = self._bench, self._bench.chunk_bytes, Moved()
         size = min(bench.size, within or bench.size)
-        buffers = bench.buffers(self._transfers)
-        least, number, start = max(at_least, len(buffers) * chunk), 0, bench.clock()
+        least, number, start = max(at_least, len(self._places) * chunk), 0, bench.clock()
 
         def finish_one() -> None:
             self._pending.popleft().wait()
@@ -204,15 +250,15 @@ class Stream:
             enough = number * chunk >= least
             if enough and (stop() or bench.clock() - start >= seconds):
                 break
-            if len(self._pending) == len(buffers):
+            if len(self._pending) == len(self._places):
                 finish_one()
-            view = buffers[number % len(buffers)].view  # its last transfer is over
+            place = self._places[number % len(self._places)]  # its last transfer is over
             if kind == "write" or (kind == "mixed" and number % 2):
-                self._pending.append(self.backend.write(self._file, self._next_write % size, view))
+                self._pending.append(place.write(self.backend, self._file, self._next_write % size))
                 self._next_write += chunk
                 bench.written_bytes += chunk
             else:
-                self._pending.append(self.backend.read(self._file, self._next_read % size, view))
+                self._pending.append(place.read(self.backend, self._file, self._next_read % size))
                 self._next_read += chunk
             number += 1
         while self._pending:

@@ -84,10 +84,10 @@ def shares(
     return weights if gained >= even * (1 + LEAST_GAIN) else ()
 
 
-def source_rate(
+def source_place(
     known: Sequence[DirectoryProfile], used: Sequence[DirectoryProfile], model: Path
-) -> float:
-    """Return the rate at which a model's own files are read: they lie on one file system, whatever the states are dealt over.
+) -> DirectoryProfile:
+    """Return where a model's own files are read from: they lie on one file system, whatever the states are dealt over.
 
     Args:
         known: All directories of a profile, of which one may lie on the file system of the model.
@@ -96,7 +96,7 @@ def source_rate(
     where = _device_number(model)
     near = [p for p in known if not p.problem and _device_number(Path(p.path)) == where]
     candidates = [p for p in used if p in near] or near or list(used)
-    return max((place.read_bytes_per_s for place in candidates), default=0.0)
+    return max(candidates, key=lambda place: place.read_bytes_per_s)
 
 
 def measured_places(

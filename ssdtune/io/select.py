@@ -7,6 +7,7 @@ Why one is missing is a sentence for people, shown by `doctor` and in the one li
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ssdtune.errors import BackendUnavailableError
@@ -20,8 +21,9 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("io_uring", "libaio", "threads", "python")
 """All backends that need nothing but the system, the preferred first."""
 
-ON_REQUEST = ("kvikio",)
-"""Backends that are used only if they are asked for by name."""
+DEVICE_BACKENDS = ("kvikio",)
+"""Backends that also move bytes between drives and a card; they are taken if named, or for what goes to a card where they were
+measured to be the fastest way there (`ssdtune.hardware.ways`)."""
 
 
 class BackendProbe(NamedTuple):
@@ -42,7 +44,7 @@ def open_backend(
     """Open an I/O backend.
 
     Args:
-        name: One of `BACKENDS` or `ON_REQUEST`, or "auto" for the first of `BACKENDS` that works (one logged
+        name: One of `BACKENDS` or `DEVICE_BACKENDS`, or "auto" for the first of `BACKENDS` that works (one logged
             line says which were passed over, and why).
         queue_depth: Requests in flight; `QUEUE_DEPTH` by default.
         request_bytes: Size of one request, a multiple of 4096; `REQUEST_BYTES` by default.
@@ -70,11 +72,14 @@ def open_backend(
 
 
 def probe_backends(
-    *, queue_depth: int = QUEUE_DEPTH, request_bytes: int = REQUEST_BYTES
+    names: Sequence[str] = BACKENDS,
+    *,
+    queue_depth: int = QUEUE_DEPTH,
+    request_bytes: int = REQUEST_BYTES,
 ) -> list[BackendProbe]:
-    """Try every one of `BACKENDS` with these settings and say what works."""
+    """Try backends with these settings and say what works."""
     probes = []
-    for name in BACKENDS:
+    for name in names:
         try:
             _make(name, queue_depth, request_bytes).close()
         except BackendUnavailableError as error:
@@ -90,6 +95,6 @@ def _make(name: str, queue_depth: int, request_bytes: int) -> Backend:
     if name == "kvikio":
         return KvikioBackend(queue_depth=queue_depth, request_bytes=request_bytes)
     if name not in BACKENDS:
-        known = ", ".join(("auto", *BACKENDS, *ON_REQUEST))
+        known = ", ".join(("auto", *BACKENDS, *DEVICE_BACKENDS))
         raise ValueError(f'unknown I/O backend "{name}"; there are {known}')
     return NativeBackend(name, queue_depth=queue_depth, request_bytes=request_bytes)

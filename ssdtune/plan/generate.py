@@ -70,7 +70,8 @@ class StageShape:
     Attributes:
         load_bytes: Weights that are read whenever the stage is loaded: all that don't stay in memory.
         frozen_bytes: Those of them that are never updated.
-        upload_bytes: All weights, which go to the device.
+        upload_bytes: Weights that go to the device from host memory.
+        straight_bytes: Of the frozen ones, those that go there straight from the drives.
         pieces: Its trained states.
     """
 
@@ -78,6 +79,7 @@ class StageShape:
     frozen_bytes: int = 0
     upload_bytes: int = 0
     pieces: tuple[Piece, ...] = ()
+    straight_bytes: int = 0
 
     @cached_property
     def trained_numel(self) -> int:

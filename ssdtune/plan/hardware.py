@@ -25,6 +25,7 @@ class Work:
     Attributes:
         read_bytes, write_bytes: Between drives and memory.
         source_bytes: Of `read_bytes`, what comes from the model's own files.
+        activation_bytes: Of both, block inputs and activations.
         requests: Transfers of whole states or matrices that this takes, each with its fixed cost.
         h2d_bytes, d2h_bytes: Between host and device.
         flop: On the device.
@@ -38,6 +39,7 @@ class Work:
     read_bytes: float = 0
     write_bytes: float = 0
     source_bytes: float = 0
+    activation_bytes: float = 0
     requests: float = 0
     h2d_bytes: float = 0
     d2h_bytes: float = 0
@@ -65,6 +67,7 @@ class Hardware:
             add up; the higher, the nearer the sum is to the longer of both (see `ssd_s`).
         request_s: Fixed seconds of one transfer of a whole state or matrix.
         source_bytes_per_s: Reading the model's own files, which lie on one of the drives; None for as fast as states.
+        activation_pace: How fast block inputs and activations are moved, in units of the states' pace.
         dram_bytes_per_s: Memory bandwidth that copies and the optimizer can use together.
         adam_elements_per_s: AdamW with data in memory.
         adam_core_share: Share of the cores that it occupies.
@@ -85,6 +88,7 @@ class Hardware:
     ssd_overlap: float = 1.0
     request_s: float = 0.0
     source_bytes_per_s: float | None = None
+    activation_pace: float = 1.0
     dram_bytes_per_s: float = float("inf")
     adam_elements_per_s: float
     adam_core_share: float = 1.0
@@ -103,6 +107,8 @@ class Hardware:
             problems.append(f"num_drives is {self.num_drives}")
         if self.ssd_overlap < 1:
             problems.append(f"ssd_overlap is {self.ssd_overlap:g}, it must be at least 1")
+        if not self.activation_pace > 0:
+            problems.append(f"activation_pace is {self.activation_pace:g}")
         if min(self.request_s, self.compute_overhead_s, self.host_bytes, self.device_bytes) < 0:
             problems.append("a time or a memory size is negative")
         if problems:
@@ -140,9 +146,11 @@ class Hardware:
             compute += work.copied_bytes / self.dram_bytes_per_s
         ssd = self.ssd_s(work.read_bytes, work.write_bytes, work.requests)
         if work.source_bytes and self.source_bytes_per_s:
-            ssd += max(
-                0.0, work.source_bytes / self.source_bytes_per_s - self.ssd_s(work.source_bytes, 0)
-            )
+            usual = self.ssd_s(work.source_bytes, 0)
+            ssd = max(0.0, ssd + work.source_bytes / self.source_bytes_per_s - usual)
+        if work.activation_bytes:
+            share = work.activation_bytes / (work.read_bytes + work.write_bytes)
+            ssd += share * self.ssd_s(work.read_bytes, work.write_bytes) * (1 / self.activation_pace - 1)
         cores = adam * self.adam_core_share + ssd * self.io_core_share
         seconds = {
             "ssd": ssd,

@@ -38,6 +38,7 @@ AMOUNTS = (
     "read_bytes",
     "write_bytes",
     "source_bytes",
+    "activation_bytes",
     "requests",
     "h2d_bytes",
     "d2h_bytes",
@@ -380,13 +381,16 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
     states = requests / max(1, len(stage.pieces))
     match operation.kind:
         case Kind.LOAD:
-            # Frozen weights come from the model's own files, where nothing is aligned: read aside, then copied.
+            # Frozen weights come from the model's own files, where nothing is aligned: read aside, then copied, unless they go
+            # straight to a card.
             source = min(moved, stage.frozen_bytes)
+            straight = min(source, stage.straight_bytes)
             return Work(
                 read_bytes=moved,
                 source_bytes=source,
                 requests=requests if moved else 0,
-                copied_bytes=2 * source,
+                h2d_bytes=straight,
+                copied_bytes=2 * (source - straight),
             )
         case Kind.UPLOAD:
             return Work(h2d_bytes=stage.upload_bytes)
@@ -407,9 +411,9 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
             added = _added_bytes(operation, stage, training)
             return replace(scaled(work, micro), releases_bytes=held, copied_bytes=added)
         case Kind.SAVE_INPUT:
-            return Work(write_bytes=moved, requests=1)
+            return Work(write_bytes=moved, activation_bytes=moved, requests=1)
         case Kind.LOAD_INPUT:
-            return Work(read_bytes=moved, requests=1)
+            return Work(read_bytes=moved, activation_bytes=moved, requests=1)
         case Kind.ROWS_BACKWARD if not shape.tied:
             zeros = 0 if operation.micro_batch else 4 * stage.trained_numel
             return Work(copied_bytes=zeros)  # the sum begins with zeros

@@ -306,7 +306,7 @@ class MemoryLimits:
         recompute: Whether blocks are run again in backward: "auto", "always", "never", or "cheap", all but their products.
         device: What may be taken of a card; None on a CPU, whose memory is the host's.
         kernel_bytes: On a CPU, what is compiled for further lengths of rows.
-        device_io: The I/O backend moves bytes between drives and the card's memory.
+        straight: The I/O backend for the model's own files moves bytes to the card; `device_io` that for activations does.
     """
 
     base_bytes: int
@@ -318,6 +318,7 @@ class MemoryLimits:
     recompute: str = "auto"
     device: DeviceLimits | None = None
     kernel_bytes: int = 0
+    straight: bool = False
     device_io: bool = False
 
 
@@ -364,7 +365,7 @@ class _Planner:
         self.trained = list(self.gradient_bytes)
         self.state_bytes = {part.name: part.state_bytes for part in parts}
         self.coded = any(part.coded for part in parts)
-        self.straight = frozenset(p.name for p in parts if p.stored_as_is and limits.device_io)
+        self.straight = frozenset(p.name for p in parts if p.stored_as_is and limits.straight)
         # A read that is smaller than the scratch buffers does not touch all of them.
         by_stage: dict[str, int] = {}
         for part in parts:

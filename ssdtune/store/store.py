@@ -61,6 +61,7 @@ class Store:
         owner: Owner,
         backend: Backend,
         direct: bool,
+        activations: Backend | None = None,
     ) -> None:
         self.layout = layout
         self.directories = [lock.directory for lock in locks]
@@ -70,16 +71,17 @@ class Store:
         self._checksums = checksums
         self._owner = owner
         self._folders: dict[str, Path] = {}
-        self._backend = backend
         self._record_checksums = False
         self._filled: set[tuple[str, str]] = set()  # states without versions that were written
         self._counters = {kind: {"read": 0, "written": 0} for kind in KINDS}
         self._lock = threading.Lock()
-        self._files: list[File] = []
-        self._identities: list[tuple[int, int]] = []
-        for lock in locks:
-            self._files.append(backend.open(lock.states_path, writable=True, direct=direct))
-            self._identities.append(_identity(lock.states_path))
+        paths = [lock.states_path for lock in locks]
+        self._opened: list[tuple[Backend, list[File]]] = []
+        """The files, once for each backend; the last one moves block inputs and activations."""
+        for engine in dict.fromkeys((backend, activations or backend)):
+            files = [engine.open(path, writable=True, direct=direct) for path in paths]
+            self._opened.append((engine, files))
+        self._identities = [_identity(path) for path in paths]
 
     @classmethod
     def create(
@@ -95,6 +97,7 @@ class Store:
         stripe_bytes: int | None = None,
         check_bytes: int,
         direct: bool = True,
+        activations: Backend | None = None,
     ) -> Self:
         """Take the directories for a new run and reserve all space there.
 
@@ -107,6 +110,7 @@ class Store:
             copies: Places of each versioned state: checkpoints kept + 1, and 1 more for each lease.
             run_id: Unique name of the run.
             backend: Stays the caller's, who closes it after the store.
+            activations: The same for block inputs and activations; `backend` by default.
             output_dir: Named to others who want the same directories.
             weights: Relative bandwidth of each directory; equal by default.
             stripe_bytes: See `StoreLayout.build`.
@@ -136,7 +140,7 @@ class Store:
         )
         with claim_new(paths, layout, owner) as locks:
             versions = Versions({unit.name: None for unit in versioned_units(units)}, copies)
-            return cls(locks, layout, versions, Checksums(check_bytes), owner, backend, direct)
+            return cls(locks, layout, versions, Checksums(check_bytes), owner, backend, direct, activations)
 
     @classmethod
     def open(
@@ -150,6 +154,7 @@ class Store:
         output_dir: Path,
         copies: int | None = None,
         direct: bool = True,
+        activations: Backend | None = None,
     ) -> Self:
         """Take the directories of a run that has ended, to go on from one of its checkpoints.
 
@@ -190,7 +195,7 @@ class Store:
             owner = replace(owner, output_dir=str(Path(output_dir).absolute()))
             frozen = {path.name: m.versions for path, m in manifests.items()}
             versions = Versions(manifest.versions, num_copies, frozen)
-            store = cls(locks, layout, versions, checksums, owner, backend, direct)
+            store = cls(locks, layout, versions, checksums, owner, backend, direct, activations)
             store._folders = {path.name: path.absolute() for path in manifests}
             store._write_owners()
             return store
@@ -233,7 +238,7 @@ class Store:
                 with self._lock:
                     self._checksums.verified(key, checks)
 
-        return self._transfer(self._backend.read, key, into, offset, finish)
+        return self._transfer(spec, False, key, into, offset, finish)
 
     def write(
         self, unit: str, state: str, view: Memory, *, offset: int = 0, beside: bool = False
@@ -288,7 +293,7 @@ class Store:
                     written = pending.written_bytes
                     written[state] = written.get(state, 0) + source.nbytes
 
-        ticket = self._transfer(self._backend.write, key, source, offset, finish)
+        ticket = self._transfer(spec, True, key, source, offset, finish)
         if with_checksums:  # while the drive works
             values = self._checksums.compute(source)
             with self._lock:
@@ -413,7 +418,8 @@ class Store:
             StorageError: A file is gone, or the drive failed.
         """
         self.check_files()
-        self._backend.sync(self._files)
+        for backend, files in self._opened[:1]:  # what the other one writes is of this step only
+            backend.sync(files)
 
     def check_files(self) -> None:
         """Notice files that were removed or replaced under us; cheap enough for every step.
@@ -436,13 +442,14 @@ class Store:
             delete_files: Remove the states too, if no checkpoint's folder needs them.
         """
         with self._lock:
-            files, self._files = self._files, []
+            opened, self._opened = self._opened, []
             needed = any(folder.exists() for folder in self._folders.values())
         try:
-            for file in files:
-                self._backend.close_file(file)
+            for backend, files in opened:
+                for file in files:
+                    backend.close_file(file)
         finally:
-            for lock in self._locks if files else ():
+            for lock in self._locks if opened else ():
                 if delete_files and not needed:
                     lock.remove_files()
                 lock.release()
@@ -467,16 +474,19 @@ class Store:
 
     def _transfer(
         self,
-        submit: Callable[[File, int, memoryview], Ticket],
+        spec: StateSpec,
+        writes: bool,
         key: Key,
         view: memoryview,
         offset: int,
         finish: Callable[[bool], None],
     ) -> Ticket:
         """Start the parts of a striped range; together they are one ticket."""
-        files = self._files
-        if not files:
+        opened = self._opened
+        if not opened:
             raise ValueError("the store is closed")
+        backend, files = opened[-1 if spec.kind == "activations" else 0]
+        submit = backend.write if writes else backend.read
         parts: list[Ticket] = []
         transfer = Transfer(parts, finish)
         try:

@@ -176,7 +176,6 @@ def tuned(config: Config, profile: HardwareProfile | None) -> Config:
             io,
             queue_depth=io.queue_depth or place.queue_depth,
             request_bytes=io.request_bytes or place.request_bytes,
-            backend=place.backend if io.backend == "auto" else io.backend,
         )
     kernels = [point for point in profile.adam if point.form != "numpy"]
     if kernels and io.adam_threads is None:
@@ -228,6 +227,7 @@ def rates_for(prepared: Prepared, profile: HardwareProfile) -> Rates:
         directories=swap_directories(prepared.config),
         shares=prepared.shares,
         model=prepared.checkpoint.path,
+        streams=prepared.streams,
     )
 
 

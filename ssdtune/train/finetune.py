@@ -29,9 +29,8 @@ from ssdtune.hardware.memory import (
     return_memory,
 )
 from ssdtune.hardware.profile import HardwareProfile
-from ssdtune.io.backend import Backend
 from ssdtune.io.buffers import BufferPool
-from ssdtune.io.select import open_backend
+from ssdtune.io.streams import Streams
 from ssdtune.model.build import base_name
 from ssdtune.model.source import WeightSource
 from ssdtune.optim.adamw import join_master, split_master
@@ -73,6 +72,7 @@ from ssdtune.train.rehearsed import times_of
 from ssdtune.train.signals import StopSignals
 from ssdtune.train.speculation import Speculation
 from ssdtune.train.step_shape import make_step_shape
+from ssdtune.train.streams import streams_of
 from ssdtune.train.trainer import History, Trainer
 from ssdtune.train.verify import compared_part, reference_losses, verify
 from ssdtune.units import format_disk, format_memory, format_time
@@ -194,7 +194,7 @@ def _finetune(config: Config, *, progress: Progress | None, quiet: bool, verbose
         config = _divided_as_before(config, resumed[1])
     profile = known()
     config = tuned(config, profile)
-    prepared = prepare(config)
+    prepared = prepare(config, streams_for=partial(streams_of, config, profile))
     chosen = _choose(prepared, profile, output_dir, resumed=resumed is not None)
     if chosen is not None:
         prepared = chosen.prepared
@@ -324,16 +324,15 @@ class _Run:
         rows = self.prepared.rows
         assert rows is not None
         io = self.config.io
-        backend = open_backend(
-            io.backend, queue_depth=io.queue_depth, request_bytes=io.request_bytes
-        )
         with ExitStack() as stack:
-            stack.callback(backend.close)
+            streams = stack.enter_context(
+                Streams(self.prepared.streams, queue_depth=io.queue_depth, request_bytes=io.request_bytes)
+            )
             stack.enter_context(hold_output(self.output_dir))
             remove_remains(self.output_dir)
             made = [folder for folder in self.disk.directories if not folder.exists()]
             stack.callback(_remove_empty, made)
-            store = self._open_store(backend)
+            store = self._open_store(streams)
             stack.callback(self._close_store, store)
             # Only now: loading a model takes minutes, and folders that cannot be used are known at once.
             check_batch = [compared_part(rows.plan.step_batches(0)[0])]
@@ -362,13 +361,13 @@ class _Run:
             source = WeightSource(
                 self.prepared.checkpoint,
                 self.prepared.built.keymap,
-                backend,
+                streams.weights,
                 pool,
                 direct=io.direct,
             )
             stack.callback(source.close)
             self._load_buffers(source)
-            swap, adam, engine = self._assemble(stack, backend, store, source, pool)
+            swap, adam, engine = self._assemble(stack, streams, store, source, pool)
             if reference is not None:
                 verify(engine, check_batch, reference, self.prepared.dtype)
             history, counters = self._train(engine, swap, adam, store, source, identity)
@@ -387,18 +386,19 @@ class _Run:
         if self.signals.requested is not None:
             raise Interrupted(f"stopped {when}.", self.signals.requested)
 
-    def _open_store(self, backend: Backend) -> Store:
+    def _open_store(self, streams: Streams) -> Store:
         direct, disk = self.config.io.direct, self.disk
         if self.resumed:
             folders = checkpoint_folders(self.output_dir)
             return Store.open(
                 disk.directories, disk.units, checkpoints={f: read_manifest(f) for f in folders},
-                live=self.resumed[0], backend=backend, output_dir=self.output_dir, copies=disk.copies,
-                direct=direct,
+                live=self.resumed[0], backend=streams.states, activations=streams.activations,
+                output_dir=self.output_dir, copies=disk.copies, direct=direct,
             )  # fmt: skip
         prepare_directories([str(path) for path in disk.directories])
         return Store.create(
-            disk.directories, disk.units, copies=disk.copies, run_id=uuid.uuid4().hex, backend=backend,
+            disk.directories, disk.units, copies=disk.copies, run_id=uuid.uuid4().hex,
+            backend=streams.states, activations=streams.activations,
             output_dir=self.output_dir, weights=disk.layout.weights, check_bytes=self._check_bytes(),
             direct=direct,
         )  # fmt: skip
@@ -427,7 +427,7 @@ class _Run:
     def _assemble(
         self,
         stack: ExitStack,
-        backend: Backend,
+        streams: Streams,
         store: Store,
         source: WeightSource,
         pool: BufferPool,
@@ -437,7 +437,7 @@ class _Run:
             prepared.layout, prepared.memory, source=source, initial=prepared.built.initial,
             split=split_master, join=join_master, store=store, device=prepared.device, pool=pool,
             compute=prepared.compute, precision=prepared.precision,
-            register=backend.register if backend.takes_device_memory else None,
+            register=streams.register,
         )  # fmt: skip
         adam = OutOfCoreAdam(
             swap,

@@ -162,7 +162,10 @@ class Forecaster:
         layout, precision = self._prepared.layout, self._prepared.precision
         keys = {}
         for name, stage in layout.stages.items():
-            sizes = [(p.numel, p.dtype, p.trained, p.name in plan.resident) for p in stage.parts]
+            sizes = [
+                (p.numel, p.dtype, p.trained, p.name in plan.resident, p.name in plan.straight)
+                for p in stage.parts
+            ]
             keys[name] = key = (1, plan.chunk_bytes, *sizes)
             if key not in self._stages:
                 trained = [part for part in stage.parts if part.trained]
@@ -235,6 +238,7 @@ def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
         drive_read_bytes_per_s=rates.read_bytes_per_s,
         drive_write_bytes_per_s=rates.write_bytes_per_s,
         source_bytes_per_s=rates.source_read_bytes_per_s or None,
+        activation_pace=rates.activation_pace,
         dram_bytes_per_s=rates.memory_bytes_per_s or infinite,
         adam_elements_per_s=rates.adam_parameters_per_s,
         adam_core_share=rates.adam_core_share,

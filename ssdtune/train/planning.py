@@ -24,6 +24,7 @@ from ssdtune.train.disk import has_room, output_folder, plan_disk
 from ssdtune.train.forecast import Forecast, training_shape
 from ssdtune.train.prepare import Prepared, check_memory, prepare, summary_lines
 from ssdtune.train.rehearsed import times_of
+from ssdtune.train.streams import streams_of
 
 UNMEASURED = "basis     data sheets and assumed efficiencies: nothing of this was measured"
 
@@ -157,7 +158,7 @@ def plan(
         names = [place.path for place in places]
         config = replace(config, io=replace(config.io, swap_dirs=names))
     try:
-        prepared = _prepare(config, there)
+        prepared = _prepare(config, hardware, there)
     except CapacityError as error:
         return RunPlan((str(error),), tuple(summary))
     times = times_of if not other_machine else None
@@ -211,10 +212,13 @@ def _refused(*checks: Callable[[], None]) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _prepare(config: Config, there: HardwareProfile | None) -> Prepared:
+def _prepare(
+    config: Config, hardware: HardwareProfile | None, there: HardwareProfile | None
+) -> Prepared:
     with_rows = bool(config.data.train_file)
+    streams_for = partial(streams_of, config, hardware, here=there is None)
     if there is None:
-        return prepare(config, with_rows=with_rows)
+        return prepare(config, with_rows=with_rows, streams_for=streams_for)
     # Nothing is computed here, and this machine may lack the device that the settings name.
     config = replace(config, memory=replace(config.memory, device="cpu"))
     budget = config.memory.host_memory or elsewhere.host_budget(there)
@@ -225,6 +229,7 @@ def _prepare(config: Config, there: HardwareProfile | None) -> Prepared:
         host_budget_bytes=budget,
         dtype=dtype,
         other_device=elsewhere.device_limits(there, config.memory.gpu_memory),
+        streams_for=streams_for,
     )
 
 

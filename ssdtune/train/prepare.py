@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,8 @@ from ssdtune.hardware.memory import (
     total_host_memory,
 )
 from ssdtune.io.buffers import aligned_size
+from ssdtune.io.select import DEVICE_BACKENDS
+from ssdtune.io.streams import StreamNames
 from ssdtune.model.blocks import BlockModel
 from ssdtune.model.build import BuiltModel, base_name, build_model
 from ssdtune.model.checkpoint import HfCheckpoint, resolve
@@ -75,8 +77,6 @@ COMPILING_BYTES = 128 * MIB
 """What torch.compile leaves behind of each kind of block, and takes while it works; the compiler itself is another process."""
 SLACK_BYTES = 8192
 """What tensors one behind the other in a slot lose to their alignment."""
-DEVICE_BACKENDS = frozenset({"kvikio"})
-"""I/O backends that move bytes between drives and a card's memory."""
 KERNELS = {"full": 20, "lora": 40}
 """Products of matrices of different shapes in a step whose rows have one length; oneDNN compiles each."""
 LEAST_KERNELS, MOST_KERNELS = 128, 1024
@@ -120,6 +120,8 @@ class Prepared:
     """Micro-batches that may be chosen, in sequences; one if the user chose."""
     shares: Sequence[float] = ()
     """Of each state on each swap directory, relative; none for equal ones."""
+    streams: StreamNames = field(default_factory=StreamNames)
+    """The I/O backend of each stream."""
 
     @property
     def precision(self) -> Precision:
@@ -140,6 +142,7 @@ def prepare(
     host_budget_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     other_device: DeviceLimits | None = None,
+    streams_for: Callable[[Path, bool], StreamNames] | None = None,
 ) -> Prepared:
     """Open the model, read the rows, and plan the memory.
 
@@ -149,6 +152,8 @@ def prepare(
         host_budget_bytes: Memory of the machine that is planned for; by default what this one has. Then its card
             is `other_device`, if it has one.
         dtype: Compute dtype on that machine; by default what the settings and this one give.
+        streams_for: Chooses the I/O backends, told where the model is and whether a card computes; by default they are those
+            of the settings.
 
     Raises:
         ConfigError: Something about the input is wrong.
@@ -195,6 +200,9 @@ def prepare(
     first = compute_size(divided[0], blocks, max_length, dtype)
     return_memory()  # the process is as small now as it will be, and torch has loaded what counting needs
     card = other_device if host_budget_bytes else _device_limits(config, device)
+    streams = StreamNames.all(config.io.backend)
+    if streams_for is not None:
+        streams = streams_for(checkpoint.path, card is not None)
     limits = MemoryLimits(
         base_bytes=process_memory().rss_bytes + COMPILING_BYTES * compiles,
         budget_bytes=host_budget_bytes or host_budget(config),
@@ -207,7 +215,8 @@ def prepare(
         recompute=config.memory.recompute,
         kernel_bytes=0 if device.own_memory else kernel_bytes(config, rows, dtype),
         device=card,
-        device_io=card is not None and config.io.backend in DEVICE_BACKENDS,
+        straight=card is not None and streams.weights in DEVICE_BACKENDS,
+        device_io=card is not None and streams.activations in DEVICE_BACKENDS,
     )
     if not host_budget_bytes:
         _warn_of_budgets(config, limits)
@@ -227,7 +236,7 @@ def prepare(
         break
     return Prepared(
         candidate, checkpoint, device, dtype, built, blocks, parts, compute, limits, memory,
-        rows.divided(candidate) if rows else None, max_length, sizes,
+        rows.divided(candidate) if rows else None, max_length, sizes, streams=streams,
     )  # fmt: skip
 
 
@@ -602,6 +611,7 @@ def summary_lines(
         f"{len(streamed)} of {len(streamed) + kept} parts streamed, {_gradients_text(plan)}, "
         f"{_activations_text(plan, layout.num_blocks)}",
         *([_device_text(plan)] if card else []),
+        prepared.streams.text(card=card is not None),
         f"swap space: {format_disk(swap_bytes)} in {', '.join(_places(prepared, directories))}",
     ]
 

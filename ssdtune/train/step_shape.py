@@ -58,10 +58,12 @@ def stage_shape(
 ) -> StageShape:
     """Return the sizes of a stage, from the pieces in which it is updated."""
     streamed = [part for part in stage.parts if part.name not in plan.resident]
+    straight = sum(part.weight_bytes for part in streamed if part.name in plan.straight)
     return StageShape(
         load_bytes=sum(part.weight_bytes for part in streamed),
         frozen_bytes=sum(part.weight_bytes for part in streamed if not part.trained),
-        upload_bytes=sum(part.weight_bytes for part in stage.parts),
+        upload_bytes=sum(part.weight_bytes for part in stage.parts) - straight,
+        straight_bytes=straight,
         pieces=tuple(
             Piece(
                 numel=(numel := piece.stop - piece.start),
