@@ -15,7 +15,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ssdtune.model.loss import IGNORED, SLICE_BYTES, chunk_tokens, pieces_of, shifted_labels
+from ssdtune.model.loss import (
+    IGNORED,
+    SLICE_BYTES,
+    chunk_tokens,
+    elements_on_card,
+    pieces_of,
+    shifted_labels,
+    slice_rows,
+)
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]
 """Maps hidden states [b, s, D] to the logits [b, s, R] of a chunk."""
@@ -52,7 +60,7 @@ class ChunkedLoss:
         self._shape, self._dtype, self._device = hidden.shape, hidden.dtype, hidden.device
         self._pieces = []
         for piece, target, positions in pieces_of(
-            hidden, shifted_labels(labels), chunk_tokens(most_rows)
+            hidden, shifted_labels(labels), chunk_tokens(most_rows, elements_on_card(hidden))
         ):
             target = target.reshape(-1)
             highest = piece.new_full(
@@ -124,9 +132,11 @@ class ChunkedLoss:
         return gradient.to(self._dtype)
 
 
-def chunked_loss_bytes(tokens: int, most_rows: int, itemsize: int) -> int:
+def chunked_loss_bytes(
+    tokens: int, most_rows: int, itemsize: int, card_elements: int = 0
+) -> int:
     """Return the memory that the losses of a micro-batch take: logits of some tokens, their gradient, a few rows in fp32."""
-    chunk = min(tokens, chunk_tokens(most_rows)) * most_rows
+    chunk = min(tokens, chunk_tokens(most_rows, card_elements)) * most_rows
     return 2 * chunk * itemsize + 2 * min(max(SLICE_BYTES, 4 * most_rows), 4 * chunk)
 
 
@@ -152,8 +162,8 @@ def _labels_within(target: torch.Tensor, rows: range) -> tuple[torch.Tensor, tor
 
 
 def _slices(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield some rows of logits [C, R] at a time, as an fp32 copy; see `SLICE_BYTES`."""
-    count = max(1, SLICE_BYTES // (4 * logits.shape[-1]))
+    """Yield some rows of logits [C, R] at a time, as an fp32 copy; see `slice_rows`."""
+    count = slice_rows(logits.device, logits.shape[-1])
     for start in range(0, len(logits), count):
         part = slice(start, start + count)
         yield part, logits[part].to(torch.float32, copy=True)

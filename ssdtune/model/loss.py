@@ -12,7 +12,10 @@ from torch.nn import functional
 
 IGNORED = -100
 LOGIT_BYTES = 64 << 20
-"""Logits of one chunk in fp32. Fixed, for the chunks decide how sums are rounded."""
+"""Logits of one chunk in fp32. They depend on nothing that a plan chooses, for the chunks decide how sums are rounded."""
+CARD_HIDDEN_STATES = 16
+"""On a card, a chunk's logits and their gradient may take as much as so many hidden states of the micro-batch, if that is more: a
+block's backward pass takes more, so its memory is there anyway, and the head is read a few times instead of dozens of times."""
 
 SLICE_BYTES = 4 << 20
 """Rows of logits in fp32 whose softmax is taken at once; no result depends on it."""
@@ -25,14 +28,30 @@ def shifted_labels(labels: torch.Tensor) -> torch.Tensor:
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def chunk_tokens(vocab_size: int) -> int:
-    """Return the tokens whose logits are computed at once."""
-    return max(1, LOGIT_BYTES // (4 * vocab_size))
+def chunk_tokens(vocab_size: int, card_elements: int = 0) -> int:
+    """Return the tokens whose logits are computed at once.
+
+    Args:
+        card_elements: Of the micro-batch's hidden states, B S D, where a card computes; 0 on a CPU.
+    """
+    on_card = CARD_HIDDEN_STATES * card_elements // (2 * vocab_size)
+    return max(1, LOGIT_BYTES // (4 * vocab_size), on_card)
 
 
-def loss_bytes(tokens: int, vocab_size: int, itemsize: int) -> int:
+def elements_on_card(hidden: torch.Tensor) -> int:
+    """Return the elements of hidden states on a card; 0 on a CPU."""
+    return 0 if hidden.device.type == "cpu" else hidden.numel()
+
+
+def slice_rows(device: torch.device, vocab_size: int) -> int:
+    """Return the rows of logits whose softmax is taken at once."""
+    most = SLICE_BYTES if device.type == "cpu" else CARD_SLICE_BYTES
+    return max(1, most // (4 * vocab_size))
+
+
+def loss_bytes(tokens: int, vocab_size: int, itemsize: int, card_elements: int = 0) -> int:
     """Return the memory that losses of a micro-batch take: a chunk's logits, their gradient, and a few rows in fp32."""
-    chunk = min(tokens, chunk_tokens(vocab_size)) * vocab_size
+    chunk = min(tokens, chunk_tokens(vocab_size, card_elements)) * vocab_size
     return 2 * chunk * itemsize + 3 * min(max(SLICE_BYTES, 4 * vocab_size), 4 * chunk)
 
 
@@ -61,7 +80,7 @@ def loss_by_chunks(
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for piece, target, indices in pieces_of(
-        hidden, shifted_labels(labels), chunk_tokens(vocab_size)
+        hidden, shifted_labels(labels), chunk_tokens(vocab_size, elements_on_card(hidden))
     ):
         piece = piece.detach().requires_grad_(gradient is not None)
         with torch.set_grad_enabled(gradient is not None):
@@ -96,8 +115,7 @@ def _sum_losses(
     vocabulary = logits.shape[-1]
     flat, count = logits.reshape(-1, vocabulary), len(target)
     learned, index = target != IGNORED, target.clamp(min=0)[:, None]
-    most = SLICE_BYTES if flat.device.type == "cpu" else CARD_SLICE_BYTES
-    rows = min(count, max(1, most // (4 * vocabulary)))
+    rows = min(count, slice_rows(flat.device, vocabulary))
     buffers = [flat.new_zeros((rows, vocabulary), dtype=torch.float32) for _ in range(3)]
     chosen = flat.new_empty((count, 1), dtype=torch.float32)
     weights = learned.float().mul_(-weight)[:, None]

@@ -133,12 +133,12 @@ class WeightSource:
             others: dict[str, Rule] = {}
             for key, tensor in wanted.items():
                 rule = self.keymap.load_rules[key]
-                views = [place.view(tensor) for place in rule.places or ()]
-                if views and all(view.is_contiguous() for view in views):
-                    for name, view in zip(rule.inputs, views):
-                        jobs.append(self._job(name, _copy_into(view.view(-1))))
-                else:
-                    others.setdefault(rule.key, rule)
+                pieces = _pieces(rule, tensor)
+                for name, piece in zip(rule.inputs, pieces):
+                    jobs.append(self._job(name, _copy_into(piece.view(-1))))
+                if pieces:
+                    continue
+                others.setdefault(rule.key, rule)
             self._stream(jobs)
             for rule in others.values():
                 self._convert(rule, wanted)
@@ -166,9 +166,9 @@ class WeightSource:
         with self._lock, Tickets() as tickets:
             for name in names:
                 rule = self.keymap.load_rules[self.keymap.canonical(name)]
-                for key, place in zip(rule.inputs, rule.places or ()):
+                for key, piece in zip(rule.inputs, _pieces(rule, into[name])):
                     extent: TensorExtent = self.checkpoint.tensors[key]
-                    target, offset = place.view(into[name]).view(-1), extent.offset
+                    target, offset = piece.view(-1), extent.offset
                     if name in first_rows:
                         offset += first_rows[name] * (extent.num_bytes // extent.shape[0])
                     file, memory = self._open(extent.path, deque()), memory_of(target)
@@ -199,11 +199,10 @@ class WeightSource:
             self._check(name, high[name], torch.bfloat16)
             self._check(name, low[name], torch.int16)
             rule = self.keymap.load_rules[self.keymap.canonical(name)]
-            pairs = [(place.view(high[name]), place.view(low[name])) for place in rule.places or ()]
-            if pairs and all(view.is_contiguous() for view, _ in pairs):
-                for tensor, pair in zip(rule.inputs, pairs):
-                    jobs.append(self._job(tensor, self._split_into(pair, split, tensor)))
-            else:
+            pairs = list(zip(_pieces(rule, high[name]), _pieces(rule, low[name])))
+            for tensor, pair in zip(rule.inputs, pairs):
+                jobs.append(self._job(tensor, self._split_into(pair, split, tensor)))
+            if not pairs:
                 whole.append(name)
         with self._lock, torch.no_grad():
             self._stream(jobs)
@@ -408,14 +407,18 @@ def stored_as_is(
         return True
     for name in names:
         rule = keymap.load_rules.get(keymap.canonical(name))
-        if rule is None or not rule.places:
-            return False
         whole = torch.empty(keymap.shapes[name], device="meta")
-        if not all(place.view(whole).is_contiguous() for place in rule.places):
+        if rule is None or not _pieces(rule, whole):
             return False
         if any(TORCH_DTYPES[checkpoint.tensors[key].dtype] != dtype for key in rule.inputs):
             return False
     return True
+
+
+def _pieces(rule: Rule, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the piece of a parameter that each tensor of the files fills as it is; none if there are others."""
+    pieces = [place.view(tensor) for place in rule.places or ()]
+    return pieces if all(piece.is_contiguous() for piece in pieces) else []
 
 
 def _copy_into(flat: torch.Tensor) -> Sink:

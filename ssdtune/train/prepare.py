@@ -197,7 +197,12 @@ def prepare(
     parts = part_sizes(blocks.layout, precision_of(config), as_is)
     sizes = micro_batch_sizes(config)
     divided = [config_with(config, size) for size in sizes]
-    first = compute_size(divided[0], blocks, max_length, dtype)
+
+    def size_of(other: Config, length: int) -> ComputeSize:
+        card = device.own_memory if host_budget_bytes is None else other_device is not None
+        return compute_size(other, blocks, length, dtype, card=card)
+
+    first = size_of(divided[0], max_length)
     return_memory()  # the process is as small now as it will be, and torch has loaded what counting needs
     card = other_device if host_budget_bytes else _device_limits(config, device)
     streams = StreamNames.all(config.io.backend)
@@ -222,7 +227,7 @@ def prepare(
         _warn_of_budgets(config, limits)
     for candidate in divided:
         other = candidate is not divided[0]
-        compute = compute_size(candidate, blocks, max_length, dtype) if other else first
+        compute = size_of(candidate, max_length) if other else first
         try:
             memory = plan_memory(parts, compute, limits, usual_proportions(candidate))
         except CapacityError as error:
@@ -230,7 +235,7 @@ def prepare(
                 continue  # smaller micro-batches need less
             nearest = nearest_settings(
                 candidate, parts, limits, max_length,
-                lambda other, length: compute_size(other, blocks, length, dtype),
+                size_of,
             )  # fmt: skip
             raise CapacityError(f"{error} {nearest.text()}" if nearest else str(error)) from None
         break
@@ -264,7 +269,10 @@ def config_with(config: Config, micro_batch_size: int) -> Config:
 def with_micro_batches(prepared: Prepared, size: int) -> Prepared | None:
     """Return a run whose steps are divided otherwise; None if that does not fit."""
     config = config_with(prepared.config, size)
-    compute = compute_size(config, prepared.blocks, prepared.max_length, prepared.dtype)
+    card = prepared.limits.device is not None
+    compute = compute_size(
+        config, prepared.blocks, prepared.max_length, prepared.dtype, card=card
+    )
     try:
         memory = plan_memory(prepared.parts, compute, prepared.limits, usual_proportions(config))
     except CapacityError:
@@ -494,9 +502,13 @@ def _stored_as_is(part: Part, *, built: BuiltModel, checkpoint: HfCheckpoint) ->
 
 
 def compute_size(
-    config: Config, blocks: BlockModel, length: int, dtype: torch.dtype
+    config: Config, blocks: BlockModel, length: int, dtype: torch.dtype, *, card: bool = False
 ) -> ComputeSize:
-    """Return the memory that computing needs for the longest micro-batch."""
+    """Return the memory that computing needs for the longest micro-batch.
+
+    Args:
+        card: A card computes.
+    """
     training, text = config.training, blocks.model.config.get_text_config()
     sequences = training.per_device_train_batch_size
     largest = found = _footprint(config, blocks, sequences, length, dtype)
@@ -509,10 +521,13 @@ def compute_size(
     head = layout.stages[layout.head_stages[0]].parts  # the largest, if there are several
     trained = [spec.numel for part in head if part.trained for spec in part.tensors]
     head_gradient = max(trained, default=0) * dtype.itemsize
+    on_card = tokens * text.hidden_size if card else 0
     if len(layout.head_stages) == 1:
-        losses = loss_bytes(tokens, text.vocab_size, dtype.itemsize)
+        losses = loss_bytes(tokens, text.vocab_size, dtype.itemsize, on_card)
     else:  # the gradients that go down are summed up in fp32
-        losses = chunked_loss_bytes(tokens, len(head[0].tensors[0].rows), dtype.itemsize)
+        losses = chunked_loss_bytes(
+            tokens, len(head[0].tensors[0].rows), dtype.itemsize, on_card
+        )
         more = 4 * tokens * text.hidden_size - input_bytes
         losses += training.gradient_accumulation_steps * max(0, more)
     if dtype == torch.float16:  # trained weights are converted
