@@ -43,7 +43,7 @@ def use(
     device = AdversarialDevice()
     if not on_cpu:
         use_device(monkeypatch, device)
-    monkeypatch.setattr("ssdtune.train.finetune.open_backend", LateBackend)
+    monkeypatch.setattr("ssdtune.io.streams.open_backend", LateBackend)
     monkeypatch.setattr("ssdtune.train.finetune.BufferPool", PoisonedPool)
     monkeypatch.setattr("ssdtune.train.finetune.Lanes", lambda: OneByOne(order, device))
     return device

@@ -221,7 +221,7 @@ class IoConfig:
     )
     backend: str = setting(
         "auto",
-        "how bytes move; kvikio only if named, it needs an NVIDIA driver and ssdtune[gds]",
+        "how bytes move; auto takes for each kind of them what ssdtune profile found fastest; kvikio needs ssdtune[gds]",
         choices=("auto", "io_uring", "libaio", "threads", "python", "kvikio"),
     )
     queue_depth: int | None = setting(

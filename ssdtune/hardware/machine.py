@@ -13,6 +13,7 @@ from pathlib import Path
 from ssdtune.hardware.compute import num_cores
 from ssdtune.io.mounts import existing_parent
 
+KVIKIO = ("kvikio-cu13", "kvikio-cu12")
 _MEMORY_GRAIN = 256 << 20
 """Kernels of different versions keep a few MiB more or less for themselves."""
 
@@ -41,7 +42,7 @@ def describe_machine(root: Path = Path("/")) -> dict[str, str | int]:
         return match.group(1).strip() if match else ""
 
     cards = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    return {
+    found: dict[str, str | int] = {
         "cpu": find(root / "proc/cpuinfo", r"^model name\s*:\s*(.+)$") or platform.machine(),
         "cores": num_cores(),
         "memory_bytes": int(find(root / "proc/meminfo", r"^MemTotal:\s+(\d+) kB") or 0) << 10,
@@ -49,6 +50,9 @@ def describe_machine(root: Path = Path("/")) -> dict[str, str | int]:
         "ssdtune": ssdtune.__version__,
         "torch": _version("torch"),
     }
+    if cards:  # kvikio moves bytes to them
+        found["kvikio"] = ", ".join(f"{name} {_version(name)}" for name in KVIKIO)
+    return found
 
 
 def _version(package: str) -> str:

@@ -105,6 +105,12 @@ def _settings(console: Console, d: DirectoryProfile) -> None:
             f"  A cache of drive or host: a short {kind} reaches {format_rate(burst)}, {format_rate(held)} holds.",
             end="",
         )
+    if d.ways:
+        ways = [
+            f"{'to the card by ' * way.to_card}{way.backend} {way.read_bytes_per_s / 1e9:.2f} / {way.mixed_bytes_per_s / 1e9:.2f}"
+            for way in d.ways
+        ]
+        _line(console, f"  In turns, read / both, GB/s: {', '.join(ways)}", end="")
     for drive in d.drives:
         facts = [
             drive.model or "model unknown",

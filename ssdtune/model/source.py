@@ -136,9 +136,8 @@ class WeightSource:
                 pieces = _pieces(rule, tensor)
                 for name, piece in zip(rule.inputs, pieces):
                     jobs.append(self._job(name, _copy_into(piece.view(-1))))
-                if pieces:
-                    continue
-                others.setdefault(rule.key, rule)
+                if not pieces:
+                    others.setdefault(rule.key, rule)
             self._stream(jobs)
             for rule in others.values():
                 self._convert(rule, wanted)
@@ -407,8 +406,7 @@ def stored_as_is(
         return True
     for name in names:
         rule = keymap.load_rules.get(keymap.canonical(name))
-        whole = torch.empty(keymap.shapes[name], device="meta")
-        if rule is None or not _pieces(rule, whole):
+        if rule is None or not _pieces(rule, torch.empty(keymap.shapes[name], device="meta")):
             return False
         if any(TORCH_DTYPES[checkpoint.tensors[key].dtype] != dtype for key in rule.inputs):
             return False

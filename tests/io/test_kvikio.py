@@ -3,12 +3,18 @@
 import ctypes
 import gc
 import importlib
+import os
 import re
+import time
 
 import pytest
 
 from ssdtune.cli import doctor
+from ssdtune.device.cpu import CpuDevice
 from ssdtune.errors import StorageError
+from ssdtune.hardware import ways
+from ssdtune.hardware.figures import IoPoint
+from ssdtune.hardware.stream import Bench
 from ssdtune.io.backend import ALIGNMENT
 from ssdtune.io.device_bytes import DeviceBytes
 from ssdtune.io.kvikio_backend import MAX_THREADS, KvikioBackend
@@ -245,3 +251,39 @@ def test_a_whole_run_has_the_same_bits(backend, tmp_path):
     got = stream(model_dir, rows, tmp_path / "kvikio", settings | {"backend": "kvikio"})
     assert_same_bits(got, wanted)
     assert not counts() or backend.describe().moved_bytes["POSIX"] - before > 100_000
+
+
+class Card(CpuDevice):
+    """As much of a card as measuring the ways to it needs."""
+
+    own_memory = True
+
+    def allocate(self, num_bytes, purpose="buffers"):
+        return DeviceMemory(memory(num_bytes))
+
+    def file_memory(self, memory, use):
+        return DeviceBytes.of(memory)
+
+    def upload(self, host, place, after=None):
+        return place, self.record()
+
+    def download(self, source, host, after=None):
+        return self.record()
+
+
+def test_the_way_to_a_card_is_measured(backend, tmp_path):
+    best = IoPoint(backend="python", request_bytes=REQUEST_BYTES, queue_depth=QUEUE_DEPTH)
+    with Bench(
+        tmp_path, direct=True, memory_bytes=4 << 20, chunk_bytes=1 << 20, clock=time.perf_counter
+    ) as bench:
+        bench.fill(0, 0, backend="python")
+        found = ways.measure_ways(bench, best, ["python", "kvikio"], seconds=0, device=Card())
+        assert [(way.backend, way.to_card) for way in found][1:] == [("python", True), ("kvikio", True)]  # fmt: skip
+        assert all(way.read_bytes_per_s > 0 and way.mixed_bytes_per_s > 0 for way in found)
+        with (
+            ways._places(Card()) as place_of,
+            bench.stream("kvikio", REQUEST_BYTES, QUEUE_DEPTH, place_of) as stream,
+        ):
+            stream.run("read", 0)
+            there = os.pread(bench.descriptor, 1 << 20, 0)
+            assert stream._places[0]._memory.content() == there

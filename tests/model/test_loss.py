@@ -18,7 +18,15 @@ from ssdtune.model.blocks import BlockModel
 from ssdtune.model.build import build_model
 from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.chunked_loss import ChunkedLoss
-from ssdtune.model.loss import IGNORED, chunk_tokens, loss_by_chunks, shifted_labels
+from ssdtune.model.loss import (
+    IGNORED,
+    SLICE_BYTES,
+    chunk_tokens,
+    elements_on_card,
+    loss_by_chunks,
+    loss_bytes,
+    shifted_labels,
+)
 from tests.toy import make_checkpoint
 
 D = 7
@@ -181,3 +189,16 @@ def test_a_chunk_is_no_longer_than_the_models_positions(
             lambda piece: blocks.logits(tensors, piece), hidden, labels,
             vocab_size=131, num_items=1.0, gradient=None,
         )  # fmt: skip
+
+
+def test_on_a_card_the_head_is_read_a_few_times_only() -> None:
+    vocab, hidden_size, tokens = 128_256, 4096, 8192
+    on_card = chunk_tokens(vocab, tokens * hidden_size)
+    assert tokens / chunk_tokens(vocab) > 60 and tokens / on_card < 4
+    # two bytes each for the logits and their gradient, against 16 hidden states
+    assert loss_bytes(tokens, vocab, 2, tokens * hidden_size) <= 16 * 2 * tokens * hidden_size + 3 * SLICE_BYTES  # fmt: skip
+    few = chunk_tokens(vocab, 100 * hidden_size)
+    assert few == chunk_tokens(vocab) == chunk_tokens(vocab, 0)
+    hidden = torch.empty(2, 3, hidden_size, device="meta")
+    assert elements_on_card(hidden) == 6 * hidden_size
+    assert elements_on_card(torch.empty(2, 3)) == 0

@@ -353,3 +353,39 @@ def test_absurd_hardware_is_refused(wrong: dict[str, float]) -> None:
     named = "negative" if "request_s" in wrong else next(iter(wrong))
     with pytest.raises(ConfigError, match=named):
         replace(MACHINE, **wrong)
+
+
+def test_what_goes_straight_to_a_card_is_read_across_the_link_and_not_uploaded() -> None:
+    training = TrainingShape(tokens=64, sequence=16, adapter_parameters=100)
+    ledger = Ledger(SMALL, training)
+    shape = shape_of(ledger)
+    frozen = shape.stages["block.0"].frozen_bytes
+    assert frozen > 0
+
+    def moved(straight: int) -> dict[Kind, Work]:
+        stages = {
+            name: replace(stage, straight_bytes=straight, upload_bytes=stage.upload_bytes - straight)
+            for name, stage in shape.stages.items()
+            if name == "block.0"
+        }
+        other = replace(shape, stages={**shape.stages, **stages})
+        schedule = generate_training_step(other)
+        works = work_of(schedule, other, ledger)
+        return {op.kind: work for op, work in zip(schedule.operations, works) if op.stage == "block.0"}
+
+    host, straight = moved(0), moved(frozen)
+    assert straight[Kind.LOAD].read_bytes == host[Kind.LOAD].read_bytes == frozen
+    assert (straight[Kind.LOAD].h2d_bytes, straight[Kind.LOAD].copied_bytes) == (frozen, 0)
+    assert host[Kind.LOAD].copied_bytes == 2 * frozen
+    assert straight[Kind.UPLOAD].h2d_bytes == host[Kind.UPLOAD].h2d_bytes - frozen
+
+
+def test_streams_have_their_own_pace_on_the_drives() -> None:
+    machine = replace(MACHINE, source_bytes_per_s=1e9, activation_pace=2.0)
+    assert machine.cost(Work(read_bytes=2e9)).seconds["ssd"] == 1.0
+    assert machine.cost(Work(read_bytes=2e9, source_bytes=1e9)).seconds["ssd"] == 1.5
+    faster = replace(machine, source_bytes_per_s=4e9)
+    assert faster.cost(Work(read_bytes=2e9, source_bytes=1e9)).seconds["ssd"] == 0.75
+    moved = Work(read_bytes=2e9, write_bytes=1e9, activation_bytes=3e9)
+    assert machine.cost(moved).seconds["ssd"] == 1.0
+    assert replace(machine, activation_pace=0.5).cost(moved).seconds["ssd"] == 4.0

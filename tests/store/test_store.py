@@ -498,3 +498,32 @@ def test_a_unit_may_become_live_before_all_its_states_exist(tmp_path, backend):
         found = Buffer(6)
         store.read("head", "weights", found.view).wait()
         assert found.view == weights.view
+
+
+def test_activations_may_go_through_a_backend_of_their_own(tmp_path, backend):
+    moved = []
+
+    class Noting(PythonBackend):
+        def read(self, file, offset, buffer, **options):
+            moved.append(("read", len(buffer)))
+            return super().read(file, offset, buffer, **options)
+
+        def write(self, file, offset, buffer):
+            moved.append(("write", len(buffer)))
+            return super().write(file, offset, buffer)
+
+    inputs = UnitSpec("input", (StateSpec("inputs", 3 * PAGE, "activations", versioned=False),))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with Noting(queue_depth=2, request_bytes=PAGE) as other:
+        with create(tmp_path, backend, units=(*UNITS, inputs), activations=other) as store:
+            write_unit(store, "block.0", 1)
+            assert moved == []
+            sent, back = content(3 * PAGE, "input"), Buffer(3 * PAGE)
+            store.write("input", "inputs", sent.view).wait()
+            store.read("input", "inputs", back.view).wait()
+            store.sync()
+            assert back.view == sent.view
+            assert sum(n for _, n in moved) == 6 * PAGE and {way for way, _ in moved} == {"read", "write"}  # fmt: skip
+            assert store.counters["activations"] == {"read": 3 * PAGE, "written": 3 * PAGE}
+            check_unit(store, "block.0", 1)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1

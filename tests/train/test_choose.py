@@ -184,8 +184,8 @@ def test_only_what_was_left_open_is_filled_in(config: Any) -> None:
     )
     profile = machine(directories=(failed, slower, place), adam=adam)
     io = tuned(config(swap_dirs=["/a", "/b"]), profile).io
-    assert (io.backend, io.queue_depth, io.request_bytes) == ("threads", 7, 2 * MIB)
-    assert tuned(config(swap_dirs=["/b"]), profile).io.backend == "python"  # its own drive's
+    assert (io.queue_depth, io.request_bytes) == (7, 2 * MIB)
+    assert tuned(config(swap_dirs=["/b"]), profile).io.queue_depth == 1  # its own drive's
     assert io.adam_threads == 3
     given = config(backend="python", queue_depth=2, request_bytes=4096, adam_threads=1)
     assert tuned(given, profile) == given

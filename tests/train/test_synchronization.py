@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ssdtune.io.streams import StreamNames
 from ssdtune.plan.generate import StepShape, generate_training_step
 from ssdtune.plan.schedule import Lane, Schedule
 from ssdtune.swap.activations import Leaving
@@ -366,10 +368,16 @@ REACHED: dict[str, tuple[str, str]] = {
 
 
 def _assert_reached_in_time(
-    models: Path, wanted: dict[str, Streamed], output_dir: Path, what: str
+    models: Path,
+    wanted: dict[str, Streamed],
+    output_dir: Path,
+    what: str,
+    streams: StreamNames | None = None,
 ) -> None:
     case, order = REACHED[what]
     with pytest.MonkeyPatch.context() as patch:
+        if streams is not None:
+            patch.setattr("ssdtune.train.finetune.streams_of", lambda *_: streams)
         device = use(patch, ORDERS[order])
         patch.setattr("ssdtune.train.prepare.DEVICE_BACKENDS", {"python"})
         # the memory of this device is aligned to nothing
@@ -384,6 +392,21 @@ def test_bytes_that_go_straight_are_soon_enough(
     models: Path, wanted: dict[str, Streamed], tmp_path: Path, what: str
 ) -> None:
     _assert_reached_in_time(models, wanted, tmp_path / "out", what)
+
+
+@pytest.mark.parametrize(
+    ("what", "streams"),
+    [
+        ("frozen weights", StreamNames("python", "threads", "threads")),
+        ("activations", StreamNames("threads", "threads", "python")),
+    ],
+)
+def test_only_some_streams_go_straight(
+    models: Path, wanted: dict[str, Streamed], tmp_path: Path, what: str, streams: StreamNames
+) -> None:
+    _assert_reached_in_time(models, wanted, tmp_path / "out", what, streams)
+    plan = json.loads((tmp_path / "out/plan.json").read_text())["memory"]
+    assert bool(plan["straight"]) == (what == "frozen weights") != plan["device_io"]
 
 
 STRAIGHT_WAITS: dict[str, tuple[str, str, str]] = {
