@@ -39,7 +39,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", type=parse_size, default=1 << 30)
-    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=(*BACKENDS, *DEVICE_BACKENDS))
+    parser.add_argument(
+        "--backends", nargs="+", default=BACKENDS, choices=(*BACKENDS, *DEVICE_BACKENDS)
+    )
     parser.add_argument(
         "--request-bytes", nargs="+", type=parse_size, default=[256 << 10, 1 << 20, 4 << 20]
     )

@@ -255,8 +255,14 @@ def _with_drives(
             known, bench = stack.enter_context(opened)
             if bench is not None:
                 known = drives.measure_bench(
-                    known, bench, effort, seconds=each, backends=backends, card=card,
-                    straight=straight, say=say,
+                    known,
+                    bench,
+                    effort,
+                    seconds=each,
+                    backends=backends,
+                    card=card,
+                    straight=straight,
+                    say=say,
                 )
                 if not known.problem:
                     benches.append((known, bench))

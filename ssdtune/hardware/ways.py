@@ -100,7 +100,9 @@ def stream_names(place: DirectoryProfile, source: DirectoryProfile, *, card: boo
 def _fastest(place: DirectoryProfile, rate: str, card: bool, *, among: str) -> str:
     """Return the backend of a stream: one that goes straight to the card if it is faster, `among` unless it is clearly slower."""
     ways = place.ways or ()
-    through = [getattr(way, rate) for way in ways if way.to_card and way.backend not in DEVICE_BACKENDS]
+    through = [
+        getattr(way, rate) for way in ways if way.to_card and way.backend not in DEVICE_BACKENDS
+    ]
     straight = [way for way in ways if way.to_card and way.backend in DEVICE_BACKENDS]
     if card and straight and through:
         fastest = max(straight, key=lambda way: getattr(way, rate))

@@ -132,9 +132,7 @@ class ChunkedLoss:
         return gradient.to(self._dtype)
 
 
-def chunked_loss_bytes(
-    tokens: int, most_rows: int, itemsize: int, card_elements: int = 0
-) -> int:
+def chunked_loss_bytes(tokens: int, most_rows: int, itemsize: int, card_elements: int = 0) -> int:
     """Return the memory that the losses of a micro-batch take: logits of some tokens, their gradient, a few rows in fp32."""
     chunk = min(tokens, chunk_tokens(most_rows, card_elements)) * most_rows
     return 2 * chunk * itemsize + 2 * min(max(SLICE_BYTES, 4 * most_rows), 4 * chunk)

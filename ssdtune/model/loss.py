@@ -15,7 +15,7 @@ LOGIT_BYTES = 64 << 20
 """Logits of one chunk in fp32. They depend on nothing that a plan chooses, for the chunks decide how sums are rounded."""
 CARD_HIDDEN_STATES = 16
 """On a card, a chunk's logits and their gradient may take as much as so many hidden states of the micro-batch, if that is more: a
-block's backward pass takes more, so its memory is there anyway, and the head is read a few times instead of dozens of times."""
+block's backward pass takes more, so most of it is there anyway, and the head is read a few times instead of dozens of times."""
 
 SLICE_BYTES = 4 << 20
 """Rows of logits in fp32 whose softmax is taken at once; no result depends on it."""

@@ -150,7 +150,11 @@ class Hardware:
             ssd = max(0.0, ssd + work.source_bytes / self.source_bytes_per_s - usual)
         if work.activation_bytes:
             share = work.activation_bytes / (work.read_bytes + work.write_bytes)
-            ssd += share * self.ssd_s(work.read_bytes, work.write_bytes) * (1 / self.activation_pace - 1)
+            ssd += (
+                share
+                * self.ssd_s(work.read_bytes, work.write_bytes)
+                * (1 / self.activation_pace - 1)
+            )
         cores = adam * self.adam_core_share + ssd * self.io_core_share
         seconds = {
             "ssd": ssd,

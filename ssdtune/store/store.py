@@ -140,7 +140,9 @@ class Store:
         )
         with claim_new(paths, layout, owner) as locks:
             versions = Versions({unit.name: None for unit in versioned_units(units)}, copies)
-            return cls(locks, layout, versions, Checksums(check_bytes), owner, backend, direct, activations)
+            return cls(
+                locks, layout, versions, Checksums(check_bytes), owner, backend, direct, activations
+            )
 
     @classmethod
     def open(

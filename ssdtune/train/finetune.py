@@ -326,7 +326,11 @@ class _Run:
         io = self.config.io
         with ExitStack() as stack:
             streams = stack.enter_context(
-                Streams(self.prepared.streams, queue_depth=io.queue_depth, request_bytes=io.request_bytes)
+                Streams(
+                    self.prepared.streams,
+                    queue_depth=io.queue_depth,
+                    request_bytes=io.request_bytes,
+                )
             )
             stack.enter_context(hold_output(self.output_dir))
             remove_remains(self.output_dir)

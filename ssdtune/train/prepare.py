@@ -270,9 +270,7 @@ def with_micro_batches(prepared: Prepared, size: int) -> Prepared | None:
     """Return a run whose steps are divided otherwise; None if that does not fit."""
     config = config_with(prepared.config, size)
     card = prepared.limits.device is not None
-    compute = compute_size(
-        config, prepared.blocks, prepared.max_length, prepared.dtype, card=card
-    )
+    compute = compute_size(config, prepared.blocks, prepared.max_length, prepared.dtype, card=card)
     try:
         memory = plan_memory(prepared.parts, compute, prepared.limits, usual_proportions(config))
     except CapacityError:
@@ -525,9 +523,7 @@ def compute_size(
     if len(layout.head_stages) == 1:
         losses = loss_bytes(tokens, text.vocab_size, dtype.itemsize, on_card)
     else:  # the gradients that go down are summed up in fp32
-        losses = chunked_loss_bytes(
-            tokens, len(head[0].tensors[0].rows), dtype.itemsize, on_card
-        )
+        losses = chunked_loss_bytes(tokens, len(head[0].tensors[0].rows), dtype.itemsize, on_card)
         more = 4 * tokens * text.hidden_size - input_bytes
         losses += training.gradient_accumulation_steps * max(0, more)
     if dtype == torch.float16:  # trained weights are converted

@@ -364,14 +364,18 @@ def test_what_goes_straight_to_a_card_is_read_across_the_link_and_not_uploaded()
 
     def moved(straight: int) -> dict[Kind, Work]:
         stages = {
-            name: replace(stage, straight_bytes=straight, upload_bytes=stage.upload_bytes - straight)
+            name: replace(
+                stage, straight_bytes=straight, upload_bytes=stage.upload_bytes - straight
+            )
             for name, stage in shape.stages.items()
             if name == "block.0"
         }
         other = replace(shape, stages={**shape.stages, **stages})
         schedule = generate_training_step(other)
         works = work_of(schedule, other, ledger)
-        return {op.kind: work for op, work in zip(schedule.operations, works) if op.stage == "block.0"}
+        return {
+            op.kind: work for op, work in zip(schedule.operations, works) if op.stage == "block.0"
+        }
 
     host, straight = moved(0), moved(frozen)
     assert straight[Kind.LOAD].read_bytes == host[Kind.LOAD].read_bytes == frozen

@@ -89,7 +89,9 @@ def test_a_name_counts_for_every_stream_and_the_profile_where_there_is_none(
     with caplog.at_level(logging.WARNING, "ssdtune"):
         found = streams_of(own, profile, model, True)
     assert found == StreamNames("threads", "python", "python")
-    assert "does not work now: The driver is gone. I/O: threads for weights; python for" in caplog.text
+    assert (
+        "does not work now: The driver is gone. I/O: threads for weights; python for" in caplog.text
+    )
 
 
 def test_one_line_says_which_backend_moves_what() -> None:
