@@ -71,9 +71,9 @@ def test_another_machine_gives_memory_dtype_and_directories(folder: Path) -> Non
     result = plan(settings(folder), hardware=machine(), other_machine=True)
     assert result.fits and result.memory is not None and result.forecast is not None
     assert result.memory.budget_bytes == int(8 * GIB * 0.9)
-    first, model, _, swap = result.summary
+    first, model, _, io, swap = result.summary
     assert first.startswith("planned for another machine: Zen, 16 cores, 8.00 GiB; measured")
-    assert "computed in bfloat16" in model
+    assert "computed in bfloat16" in model and io.startswith("I/O: ")
     assert swap.endswith("in /nvme/0, /nvme/1")
     old = plan(settings(folder), hardware=machine(compute_dtypes=("fp32",)), other_machine=True)
     assert "computed in float32" in old.summary[1]
