@@ -63,7 +63,9 @@ def _ratio(value: Any) -> Any:
 
 
 def _resume(value: Any) -> Any:
-    return "last" if _is(value, ("true",)) else value
+    if _is(value, _FALSE):
+        return None
+    return "last" if _is(value, _TRUE) else value
 
 
 ALIASES: dict[str, Alias] = {

@@ -25,7 +25,7 @@ from ssdtune.units import format_memory, parse_size
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 
-_SAME_VALUE: dict[str, dict[str, str]] = {
+_SAME_VALUE: dict[str, dict[str, str | None]] = {
     "dtype": {
         "bfloat16": "bf16",
         "torch.bfloat16": "bf16",
@@ -40,6 +40,7 @@ _SAME_VALUE: dict[str, dict[str, str]] = {
         "adamw_bnb_8bit": "adamw_8bit",
         "paged_adamw_8bit": "adamw_8bit",
     },
+    "resume_from_checkpoint": {"true": "last", "True": "last", "false": None, "False": None},
 }
 """Spellings of values that transformers' users come with."""
 
@@ -149,6 +150,7 @@ def convert(leaf: Leaf, value: Any, *, from_flag: bool = False) -> Any:
     """
     if from_flag and leaf.optional and isinstance(value, str) and value.lower() == "none":
         value = None
+    value = _SAME_VALUE.get(leaf.name, {}).get(str(value), value)
     if value is None:
         return list(leaf.default) if isinstance(leaf.default, list) else leaf.default
     if isinstance(value, os.PathLike):
@@ -222,7 +224,6 @@ def _string(leaf: Leaf, value: Any) -> str:
     text = str(value)
     if "\0" in text:
         raise ValueError("must not contain a zero byte")
-    text = _SAME_VALUE.get(leaf.name, {}).get(text, text)
     choices = leaf.meta["choices"]
     if choices and text not in choices:
         raise ValueError(f"must be {' or '.join(choices)}, not {_show(value)}")

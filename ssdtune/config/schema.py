@@ -78,7 +78,9 @@ class LoraSettings:
     """LoRA, with peft's names and meanings."""
 
     r: int = setting(8, "rank", low=1, high=1 << 16)
-    lora_alpha: float = setting(16.0, "scale: the update is multiplied by lora_alpha / r", low=0)
+    lora_alpha: float = setting(
+        16.0, "scale: the update is multiplied by lora_alpha / r", low=0, high=10**6
+    )
     lora_dropout: float = setting(0.0, "dropout before the adapter", low=0, high=0.999)
     target_modules: str | list[str] = setting(
         "all-linear", "list of module names, a regular expression, or all-linear"
@@ -95,11 +97,13 @@ class DataConfig:
     """Which rows, and how they become tokens and labels."""
 
     train_file: str = setting(
-        "", "jsonl with text, prompt/completion, messages or input_ids/labels", path=True
+        "",
+        "jsonl with text, prompt/completion, messages or input_ids/labels; also the columns of Alpaca and ShareGPT",
+        path=True,
     )
     eval_file: str | None = setting(None, "held-out jsonl for evaluation", path=True)
     max_length: int = setting(
-        1024, "longest sequence; longer rows are truncated", unit="tokens", low=2
+        1024, "longest sequence; longer rows are truncated", unit="tokens", low=2, high=10**8
     )
     packing: bool = setting(
         False, "put several rows into one sequence, each attending only to itself"
@@ -118,23 +122,30 @@ class TrainingConfig:
     """The run: batch, optimizer, schedule, what is saved and when."""
 
     output_dir: str = setting("", "where the run and the tuned weights go", path=True)
-    per_device_train_batch_size: int = setting(1, "sequences in one micro-batch", low=1)
-    per_device_eval_batch_size: int | None = setting(None, "the same for evaluation", low=1)
-    gradient_accumulation_steps: int = setting(1, "micro-batches per optimizer step", low=1)
+    per_device_train_batch_size: int = setting(1, "sequences in one micro-batch", low=1, high=10**6)
+    per_device_eval_batch_size: int | None = setting(
+        None, "the same for evaluation", low=1, high=10**6
+    )
+    gradient_accumulation_steps: int = setting(
+        1, "micro-batches per optimizer step", low=1, high=10**6
+    )
     train_batch_size: int | None = setting(
         None, "sequences per optimizer step; how they are divided into micro-batches is then the planner's "
         "choice, and the two settings above stay unset",
         low=1,
+        high=10**9,
     )  # fmt: skip
-    num_train_epochs: float = setting(1.0, "passes over the rows", low=0)
-    max_steps: int | None = setting(None, "optimizer steps; wins over num_train_epochs", low=1)
-    learning_rate: float = setting(5e-5, "peak learning rate", low=0)
+    num_train_epochs: float = setting(1.0, "passes over the rows", low=0, high=10**6)
+    max_steps: int | None = setting(
+        None, "optimizer steps; wins over num_train_epochs", low=1, high=10**9
+    )
+    learning_rate: float = setting(5e-5, "peak learning rate", low=0, high=10**6)
     lr_scheduler_type: str = setting(
         "linear",
         "learning-rate schedule",
         choices=("linear", "cosine", "constant", "constant_with_warmup"),
     )
-    warmup_steps: float = setting(0.0, "steps, or a share of the run if below 1", low=0)
+    warmup_steps: float = setting(0.0, "steps, or a share of the run if below 1", low=0, high=10**9)
     optim: str = setting(
         "adamw", "optimizer; adamw_8bit keeps both moments in 8 bits, as bitsandbytes does: 12 bytes less moved "
         "per parameter and step",
@@ -144,12 +155,19 @@ class TrainingConfig:
         True, "bf16 weights have exact fp32 masters; false rounds them stochastically instead: 4 bytes less "
         "moved per parameter and step",
     )  # fmt: skip
-    weight_decay: float = setting(0.0, "decoupled decay, not applied to biases and norms", low=0)
+    weight_decay: float = setting(
+        0.0, "decoupled decay, not applied to biases and norms", low=0, high=10**6
+    )
     adam_beta1: float = setting(0.9, "decay of the first moment", low=0, high=0.999999)
     adam_beta2: float = setting(0.999, "decay of the second moment", low=0, high=0.9999999)
-    adam_epsilon: float = setting(1e-8, "added to the denominator", low=0)
+    adam_epsilon: float = setting(
+        1e-8,
+        "added to the denominator; without it a gradient of 0 would give 0/0",
+        low=1e-30,
+        high=10**6,
+    )
     max_grad_norm: float = setting(
-        1.0, "limit of the global gradient norm; 0 turns clipping off", low=0
+        1.0, "limit of the global gradient norm; 0 turns clipping off", low=0, high=1e30
     )
     clipping: str = setting(
         "auto", "when updates are made if gradients may be clipped, with the same numbers: deferred to the next "
@@ -162,15 +180,19 @@ class TrainingConfig:
         "updates wait until all gradients were looked at; fp16 skips it whatever is set",
         choices=("stop", "skip"),
     )  # fmt: skip
-    logging_steps: int = setting(1, "report every so many steps", unit="steps", low=1)
+    logging_steps: int = setting(1, "report every so many steps", unit="steps", low=1, high=10**9)
     eval_steps: int | None = setting(
-        None, "evaluate every so many steps; by default at each epoch's end", low=1
+        None, "evaluate every so many steps; by default at each epoch's end", low=1, high=10**9
     )
-    save_steps: int = setting(500, "checkpoint every so many steps; 0 never", unit="steps", low=0)
-    save_total_limit: int = setting(1, "checkpoints kept", low=1)
+    save_steps: int = setting(
+        500, "checkpoint every so many steps; 0 never", unit="steps", low=0, high=10**9
+    )
+    save_total_limit: int = setting(1, "checkpoints kept", low=1, high=1000)
     resume_from_checkpoint: str | None = setting(None, "checkpoint folder, or last", path=True)
-    seed: int = setting(42, "random state of the run", low=0)
-    data_seed: int | None = setting(None, "random state of the row order; seed by default", low=0)
+    seed: int = setting(42, "random state of the run", low=0, high=2**63 - 1)
+    data_seed: int | None = setting(
+        None, "random state of the row order; seed by default", low=0, high=2**63 - 1
+    )
     verify: bool = setting(
         True, "compare the loss of one batch with transformers' own before the first step"
     )
@@ -182,18 +204,18 @@ class MemoryConfig:
 
     device: str = setting("auto", "auto, cpu, cuda or cuda:1")
     gpu_memory: int | None = setting(
-        None, "budget of the card's memory, CUDA's own included; what is free by default", size=True, low=1,
+        None, "budget of the card's memory, CUDA's own included; what is free by default", size=True, low=1, high=1 << 50,
     )  # fmt: skip
     retry_out_of_memory: bool = setting(
         False, "if the card is full in spite of the plan, go on once with a plan for four fifths of its memory",
     )  # fmt: skip
     host_memory: int | None = setting(
         None, "budget of host memory for the whole process; what cgroups and the system leave by default",
-        size=True, low=1,
+        size=True, low=1, high=1 << 50,
     )  # fmt: skip
     host_cache: int | None = setting(
         None, "host memory that keeps states from being streamed; 0 streams all, by default what is left",
-        size=True, low=0,
+        size=True, low=0, high=1 << 50,
     )  # fmt: skip
     activations: str = setting(
         "auto",
@@ -234,7 +256,7 @@ class IoConfig:
     direct: bool = setting(True, "bypass the page cache (O_DIRECT)")
     chunk_bytes: int | None = setting(
         None, "piece of an fp32 state that the optimizer works on; by default the planner's choice, "
-        "16MiB without a profile", size=True, low=4096,
+        "16MiB without a profile", size=True, low=4096, high=1 << 40,
     )  # fmt: skip
     adam_threads: int | None = setting(
         None,
@@ -242,16 +264,22 @@ class IoConfig:
         low=1,
         high=4096,
     )
-    prefetch_depth: int = setting(1, "blocks read ahead of the one that computes", low=0)
+    prefetch_depth: int = setting(
+        1, "blocks read ahead of the one that computes", low=0, high=10**4
+    )
     rated_terabytes_written: float | None = setting(
         None,
         "what the drives of swap_dirs are rated for, together (TBW on their data sheets); by default "
-        "600 for each directory",
+        "what they tell of themselves, else 600 for each directory",
         unit="TB",
         low=0.001,
+        high=10**6,
     )
     wear_warning: float = setting(
-        0.05, "warn if the run writes more than this share of rated_terabytes_written", low=0
+        0.05,
+        "warn if the run writes more than this share of rated_terabytes_written",
+        low=0,
+        high=1000,
     )
     wear_budget_terabytes: float | None = setting(
         None,
@@ -259,6 +287,7 @@ class IoConfig:
         "none does the run is refused",
         unit="TB",
         low=0,
+        high=10**9,
     )
 
 

@@ -139,6 +139,11 @@ def test_a_config_can_be_given_and_changed():
         ("training:\n  seed: {a: 1}\n", "2: training.seed must be a"),
         ("training:\n  seed: -1\n", "2: training.seed must be at least 0, not -1"),
         ("training:\n  adam_beta1: 1\n", "2: training.adam_beta1 must be at most 0.999999, not 1"),
+        (
+            "training:\n  adam_epsilon: 0\n",
+            "2: training.adam_epsilon must be at least 1e-30, not 0",
+        ),
+        ("training:\n  max_steps: 1e30\n", "2: training.max_steps must be at most 1000000000, not"),
         ("training:\n  learning_rate: .nan\n", "2: training.learning_rate must be a number"),
         ("training:\n  learning_rate: nan\n", "2: training.learning_rate must be a finite number"),
         ("training:\n  learning_rate: 1e999\n", "2: training.learning_rate must be a finite"),
@@ -256,6 +261,8 @@ def test_an_alias_gives_one_note(tmp_path, caplog):
         ("gradient_checkpointing", False, "memory.recompute", "never"),
         ("swap_dir", "a", "io.swap_dirs", ["a"]),
         ("resume_from_checkpoint", "last", "training.resume_from_checkpoint", "last"),
+        ("resume_from_checkpoint", True, "training.resume_from_checkpoint", "last"),
+        ("resume", False, "training.resume_from_checkpoint", None),
     ],
 )
 def test_aliases(alias, value, key, expected):
@@ -291,6 +298,13 @@ def test_paths_and_numpy_numbers_are_taken():
     config = load_config(None, {"output_dir": Path("a/b"), "max_steps": numpy.int64(3)})
     assert config.training.output_dir == "a/b"
     assert type(config.training.max_steps) is int
+
+
+def test_every_number_has_a_range():
+    """1e30 steps, or a budget of 1e30 bytes, is a mistake that nothing later would name."""
+    for leaf in all_leaves().values():
+        if {int, float} & set(leaf.types):
+            assert None not in (leaf.meta["low"], leaf.meta["high"]), leaf.key
 
 
 def test_lora_settings_without_lora_are_pointed_out(caplog):
