@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from ssdtune.hardware.profile import HardwareProfile
 
 
-def finetune(config: Source = None, /, **settings: Any) -> Any:
+def finetune(
+    config: Source = None, /, *, quiet: bool = False, verbose: bool = False, **settings: Any
+) -> Any:
     """Fine-tune a model and write the tuned weights, or the adapter, to `output_dir`.
 
     Args:
         config: Where settings come from; keywords win over it.
+        quiet: Show nothing of the run on stderr.
+        verbose: Show it as plain lines, without a live bar.
         **settings: Settings by flat name, such as `train_file="train.jsonl", learning_rate=1e-4`.
 
     Returns:
@@ -33,7 +37,7 @@ def finetune(config: Source = None, /, **settings: Any) -> Any:
     from ssdtune.config.load import load_config
     from ssdtune.train.finetune import finetune as run
 
-    return run(load_config(config, settings))
+    return run(load_config(config, settings), quiet=quiet, verbose=verbose)
 
 
 def plan(

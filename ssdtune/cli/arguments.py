@@ -116,7 +116,11 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     add_settings(plan)
     data = command("data", "show how rows become tokens and labels", "[MODEL] [--config FILE]")
     data.add_argument("--rows", type=int, default=3, metavar="N", help="rows to show (default: 3)")
-    add_settings(data)
+    add_settings(
+        data,
+        shown=("model.model_name_or_path", "model.trust_remote_code", "data"),
+        hidden=("data.packing", "data.shuffle"),
+    )
     profile = command(
         "profile", "measure drives, memory, Adam and compute, and keep the result", "[DIR ...]"
     )
@@ -191,7 +195,17 @@ def _add_try_commands(command: Any) -> None:
         "mean loss of a model on a jsonl, loaded whole by transformers",
         "MODEL --eval-file FILE",
     )
-    add_settings(evaluate)
+    add_settings(
+        evaluate,
+        shown=("model", "data", "training.per_device_eval_batch_size", "memory.device"),
+        hidden=(
+            "model.adapter",
+            "model.torch_compile",
+            "data.train_file",
+            "data.packing",
+            "data.shuffle",
+        ),
+    )
 
 
 def _add_verbosity(parser: argparse.ArgumentParser, *, top: bool = True) -> None:
@@ -205,8 +219,16 @@ def _add_verbosity(parser: argparse.ArgumentParser, *, top: bool = True) -> None
         group.add_argument(short, f"--{name}", action="store_true", default=default, help=text)
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, `--config`, `--set` and a flag for every setting."""
+def add_settings(
+    parser: argparse.ArgumentParser, *, shown: Sequence[str] = (), hidden: Sequence[str] = ()
+) -> None:
+    """Add MODEL, `--config`, `--set` and a flag for every setting.
+
+    Args:
+        shown: Sections and keys that the command uses, by default all. Others are taken too, since settings are shared
+            between commands, but their help is not shown.
+        hidden: Keys of shown sections that it does not use.
+    """
     parser.add_argument("model", nargs="?", metavar="MODEL", help="same as --model-name-or-path")
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with settings; flags win over it"
@@ -222,7 +244,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     for leaf in all_leaves().values():
         if leaf.section not in groups:
             groups[leaf.section] = parser.add_argument_group(f"{leaf.section} settings")
-        text = describe(leaf).replace("%", "%%")
+        used = not shown or bool({leaf.section, leaf.key} & set(shown))
+        used = used and leaf.key not in hidden
+        text = describe(leaf).replace("%", "%%") if used else argparse.SUPPRESS
         _add_flag(groups[leaf.section], leaf.flag, leaf.flat, text, bool in leaf.types)
     for name in [*ALIASES, *REFUSED]:
         _add_flag(

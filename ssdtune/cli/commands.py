@@ -137,6 +137,10 @@ def evaluate(args: argparse.Namespace) -> int:
     require(config, train_file=False, output_dir=False)
     if not config.data.eval_file:
         raise ConfigError("data.eval_file is not set: name a jsonl file (--eval-file)")
+    if config.model.adapter:
+        raise ConfigError(
+            f"eval takes one folder: name the adapter, {config.model.adapter}, as MODEL. Its settings name its base."
+        )
     result = mean_loss(config.model.model_name_or_path, config)
     if args.json:
         print_json(result.to_dict())

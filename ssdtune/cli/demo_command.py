@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError, MismatchError, SsdtuneError
 from ssdtune.hardware.memory import available_host_memory
 from ssdtune.units import format_memory
+
+logger = logging.getLogger(__name__)
 
 _MARKER = ".ssdtune-demo"
 _PROMPTS = ("How do I keep bread fresh for longer?", "How can I see how much disk space is left?")
@@ -83,19 +85,17 @@ def run(args: argparse.Namespace) -> DemoResult:
     _say("measuring this machine")
     states = Path(config.io.swap_dirs[0]) if config.io.swap_dirs else folder
     hardware = api.profile([states], quick=True)
-    print(hardware.text(), file=sys.stderr)
+    logger.info("%s", hardware.text())
     _say("planning")
     plan = api.plan(config, hardware=hardware)
-    print(plan.text(), file=sys.stderr)
+    logger.info("%s", plan.text())
     if not plan.fits:
-        raise SsdtuneError(
-            "the run does not fit on this machine; the plan above says what it needs"
-        )
+        raise SsdtuneError(f"the run does not fit on this machine: {'; '.join(plan.problems)}")
 
     judge = _fits_in_memory(model)
     before = mean_loss(model, config).loss if judge else None
     _say("fine-tuning with all states on SSD")
-    outcome = api.finetune(config).to_dict()
+    outcome = api.finetune(config, quiet=args.quiet, verbose=args.verbose).to_dict()
     output_dir = config.training.output_dir
     if before is None:
         return DemoResult(model, output_dir, None, None, ())
@@ -188,4 +188,4 @@ def _answer(folder: str, prompt: str) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"== {text}", file=sys.stderr)
+    logger.info("== %s", text)

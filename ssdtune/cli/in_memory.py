@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ssdtune.config.schema import Config
-from ssdtune.errors import ConfigError, FormatError, SsdtuneError
+from ssdtune.errors import CapacityError, ConfigError, FormatError, SsdtuneError
+from ssdtune.hardware.memory import available_host_memory
 from ssdtune.model.checkpoint import HfCheckpoint, resolve
 from ssdtune.model.headers import read_header
+from ssdtune.units import format_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +75,36 @@ def check_folder(folder: str) -> HfCheckpoint:
         ) from error
 
 
-def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
+def load_model(
+    folder: str,
+    *,
+    dtype: str = "auto",
+    device_name: str = "auto",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
     """Load a checkpoint or an adapter folder with transformers or peft; never downloads.
 
     Args:
         dtype: "bf16", "fp16", "fp32", or "auto" for bf16 on a card that has it, and fp32 elsewhere.
+        device_name: As in the settings.
+        attn_implementation: By default what transformers takes.
 
     Raises:
         ConfigError: The folder cannot be loaded.
+        CapacityError: The model does not fit in memory.
     """
     import torch
     import transformers
 
     from ssdtune.device import open_device
 
-    check_folder(folder)
-    device = open_device("auto")
+    checkpoint = check_folder(folder)
+    device = open_device(device_name)
     if dtype == "auto":
         dtype = "bf16" if device.own_memory and device.supports(torch.bfloat16) else "fp32"
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    _check_memory(checkpoint, dtypes[dtype].itemsize)
     loader: Any = transformers.AutoModelForCausalLM
     if Path(folder, "adapter_config.json").is_file():
         import peft
@@ -103,6 +117,7 @@ def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
             dtype=dtypes[dtype],
             local_files_only=True,
             trust_remote_code=trust_remote_code,
+            **({"attn_implementation": attn_implementation} if attn_implementation else {}),
         )
     except Exception as error:  # each model fails in its own way
         reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -110,6 +125,17 @@ def load_model(folder: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
             f"transformers cannot load {folder}: {reason} Name a checkpoint or adapter folder."
         ) from error
     return model.to(device.torch_device).eval()
+
+
+def _check_memory(checkpoint: HfCheckpoint, element_bytes: int) -> None:
+    """Refuse what would end this process, and perhaps others, for want of memory."""
+    needed = sum(math.prod(extent.shape) for extent in checkpoint.tensors.values()) * element_bytes
+    free = available_host_memory().bytes
+    if needed > free:
+        raise CapacityError(
+            f"{checkpoint.name_or_path} takes {format_memory(needed)} of memory, {format_memory(free)} are free, and this "
+            "command loads it whole. Use a machine with more memory, or an inference program that quantizes or offloads."
+        )
 
 
 def mean_loss(folder: str, config: Config) -> EvalResult:
@@ -127,7 +153,11 @@ def mean_loss(folder: str, config: Config) -> EvalResult:
     file = config.data.eval_file or ""
     rows = load_rows(file, tokenizer, config.data, vocab_size=checkpoint.vocab_size)
     model = load_model(
-        folder, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
+        folder,
+        dtype=config.model.dtype,
+        device_name=config.memory.device,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
     )
     size = config.training.per_device_eval_batch_size or config.training.per_device_train_batch_size
     total, count = 0.0, 0

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from ssdtune.cli import arguments
 from ssdtune.errors import SsdtuneError
@@ -36,13 +40,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process by default.
     """
     try:
-        parser, commands = arguments.build_parser()
-        args = arguments.parse(parser, commands, sys.argv[1:] if argv is None else argv)
-    except SystemExit as leave:  # --help, --version and wrong usage
-        return leave.code if isinstance(leave.code, int) else 2
+        with _terminable():
+            return _main(sys.argv[1:] if argv is None else argv)
+    except _Terminated:
+        show_error("ended by SIGTERM")
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         show_error("interrupted")
-        return 130
+        return 128 + signal.SIGINT
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came: what tidies up after Ctrl-C does so after this, too."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end what is inside as Ctrl-C does; a training has its own handlers while it runs."""
+    in_main = threading.current_thread() is threading.main_thread()
+    # A program that calls us as a function may have its own way.
+    ours = in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def _main(argv: Sequence[str]) -> int:
+    try:
+        parser, commands = arguments.build_parser()
+        args = arguments.parse(parser, commands, argv)
+    except SystemExit as leave:  # --help, --version and wrong usage
+        return leave.code if isinstance(leave.code, int) else 2
     show_on_stderr(1 if args.verbose else -1 if args.quiet else 0)
     if not args.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
@@ -62,9 +98,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         show_error(str(error))
         return error.exit_code
-    except KeyboardInterrupt:
-        show_error("interrupted")
-        return 130
     except BrokenPipeError:
         # The reader of stdout has gone ("| head"); the interpreter's last flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -148,8 +148,8 @@ class RowTokenizer:
     def _check(self, path: Path, shape: str) -> None:
         if shape != shapes.TOKENS and self._tokenizer is None:
             raise ConfigError(
-                f"{path} has {shape} rows, which need a tokenizer, and the model has none. Copy the "
-                "tokenizer's files of the original model into its folder."
+                f"{path} has {shape} rows, which need a tokenizer, and there is none. Name a model that has one, or "
+                "copy the tokenizer's files of the original model into its folder."
             )
         prompted = shape in (shapes.PROMPT, shapes.PROMPT_CHAT, shapes.ALPACA)
         if self._completion_only_loss and not prompted and shape != shapes.TOKENS:

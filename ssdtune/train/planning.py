@@ -218,7 +218,7 @@ def _prepare(
     with_rows = bool(config.data.train_file)
     streams_for = partial(streams_of, config, hardware, here=there is None)
     if there is None:
-        return prepare(config, with_rows=with_rows, streams_for=streams_for)
+        return prepare(config, with_rows=with_rows, weights_needed=False, streams_for=streams_for)
     # Nothing is computed here, and this machine may lack the device that the settings name.
     config = replace(config, memory=replace(config.memory, device="cpu"))
     budget = config.memory.host_memory or elsewhere.host_budget(there)
@@ -226,6 +226,7 @@ def _prepare(
     return prepare(
         config,
         with_rows=with_rows,
+        weights_needed=False,
         host_budget_bytes=budget,
         dtype=dtype,
         other_device=elsewhere.device_limits(there, config.memory.gpu_memory),

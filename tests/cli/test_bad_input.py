@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from ssdtune.cli.main import main
+from ssdtune.hardware.memory import MemoryLimit
 from tests.toy import make_checkpoint, make_rows, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -31,15 +35,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(
-    args: list[Any], words: list[str], capsys: pytest.CaptureFixture[str], where: Path
+    args: list[Any],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    where: Path,
+    code: int = 2,
 ) -> None:
-    """Run a command and make sure that it ends with exit code 2, one line with these words, and no new file."""
+    """Run a command and make sure that it ends with an exit code, one line with these words, and no new file."""
     before = sorted(where.rglob("*"))
     capsys.readouterr()
-    code = main([str(arg) for arg in args])
+    found = main([str(arg) for arg in args])
     out, err = capsys.readouterr()
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == 2, err
+    assert found == code, err
     assert len(errors) == 1 and "Traceback" not in err, err
     for word in words:
         assert word in errors[0]
@@ -98,6 +106,12 @@ def _lose(model: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
+def _spoil_a_number(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 2] = math.nan
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
 def _lose_shard(model: Path) -> None:
     next(model.glob("model-00001-*")).unlink()
 
@@ -106,6 +120,11 @@ SPOILED: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "half": ("model", _cut, ["model.safetensors is truncated", "Download again"]),
     "other-shape": ("model", _reshape, ["q_proj.weight", "39"]),
     "tensor-gone": ("model", _lose, ["q_proj.weight"]),
+    "not-a-number": (
+        "model",
+        _spoil_a_number,
+        ["is not finite", "layers.1.mlp.down_proj.weight"],
+    ),
     "shard-gone": ("sharded", _lose_shard, ["model-00001-", "is missing"]),
 }
 
@@ -117,7 +136,9 @@ def test_weights_that_are_not_the_models(
     source, spoil, words = SPOILED[case]
     shutil.copytree(folder / source, tmp_path / "model")
     spoil(tmp_path / "model")
-    refused(run(folder, tmp_path, tmp_path / "model"), words, capsys, tmp_path)
+    code = 1 if case == "not-a-number" else 2  # found out by computing
+    args = run(folder, tmp_path, tmp_path / "model", "--dtype", "fp32")
+    refused(args, words, capsys, tmp_path, code)
 
 
 def run(folder: Path, tmp_path: Path, model: Path | None = None, *more: Any) -> list[Any]:
@@ -206,3 +227,75 @@ def test_a_full_standard_output_is_no_bug() -> None:
     assert result.stderr == (
         "error: write of standard output failed, no space left on device [ENOSPC]. Send it elsewhere.\n"
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["finetune", "plan", "profile", "eval", "export"])
+def test_a_signal_ends_any_command_with_one_line(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    number: signal.Signals,
+) -> None:
+    """Where it works longest; a training that has begun has handlers of its own (`tests.problems.test_resume`)."""
+    places = {
+        "finetune": "ssdtune.train.prepare.build_model",
+        "plan": "ssdtune.train.prepare.build_model",
+        "profile": "ssdtune.hardware.measure.measure",
+        "eval": "ssdtune.cli.in_memory.load_model",
+        "export": "ssdtune.train.exporting._merge",
+    }
+    rows, model, new = folder / "rows.jsonl", folder / "model", tmp_path / "new"
+    shutil.copytree(model, tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(model)})
+    )
+    args = {
+        "finetune": [model, "--train-file", rows, "--output-dir", new],
+        "plan": [model, "--train-file", rows],
+        "profile": [tmp_path, "--output", new],
+        "eval": [model, "--eval-file", rows],
+        "export": [tmp_path / "adapter", new, "--merge"],
+    }[command]
+    monkeypatch.setattr(places[command], lambda *_, **__: signal.raise_signal(number))
+    before = sorted(tmp_path.rglob("*"))
+    code = main([command, *map(str, args)])
+    out, err = capsys.readouterr()
+    assert code == 128 + number
+    assert out == "" and "Traceback" not in err
+    words = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+    assert err.splitlines()[-1] == f"error: {words}"
+    assert sorted(tmp_path.rglob("*")) == before
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_plan_converts_no_pickled_weights(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.unlink()
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["plan", "model", "--train-file", str(folder / "rows.jsonl")]) == 0
+    assert "It fits." in capsys.readouterr().out and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_model_larger_than_memory_is_not_loaded_whole(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "ssdtune.cli.in_memory.available_host_memory",
+        lambda: MemoryLimit(1 << 10, "a test", 1 << 30),
+    )
+    words = ["of memory, 1.00 KiB are free", "inference program"]
+    refused(["generate", folder / "model", "--prompt", "w5"], words, capsys, tmp_path)

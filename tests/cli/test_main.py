@@ -49,6 +49,25 @@ def test_every_command_has_a_parser_and_every_setting_a_flag(capsys, monkeypatch
         assert leaf.meta["help"] in text
 
 
+def test_help_shows_what_a_command_uses(capsys):
+    for command, shown, hidden in [
+        (
+            "eval",
+            ["--eval-file", "--device", "--dtype"],
+            ["--learning-rate", "--swap-dirs", "--adapter", "io settings"],
+        ),
+        (
+            "data",
+            ["--train-file", "--max-length"],
+            ["--packing", "--dtype", "--max-steps", "memory settings"],
+        ),
+    ]:
+        main([command, "--help"])
+        text = capsys.readouterr().out
+        assert [word for word in shown if word not in text] == []
+        assert [word for word in hidden if word in text] == []
+
+
 def test_version():
     result = python("-m", "ssdtune", "--version")
     assert (result.returncode, result.stderr) == (0, "")
