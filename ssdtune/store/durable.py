@@ -21,12 +21,16 @@ REMOVED = ".removed"
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Replace a JSON file; after a crash either the old or the new content is there, whole.
+    """Replace a JSON file, see `write_text_atomic`."""
+    write_text_atomic(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replace a file; after a crash either the old or the new content is there, whole.
 
     Raises:
         StorageError: It could not be written; the old file is still there.
     """
-    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     data = text.encode("utf-8", "surrogateescape")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _storage_errors("write", path):

@@ -20,6 +20,12 @@ from ssdtune.store.store import Store
 FORMAT = 1
 PREFIX, PARTIAL = "checkpoint-", ".partial"
 
+_FINGERPRINTS = {
+    "model": "the files of the model are others, or have other times (cp -p keeps these)",
+    "rows": "the tokenized rows are others (train_file, max_length, tokenizer, what is learned of them)",
+}
+"""What it means that a hash differs, which tells nobody anything itself."""
+
 
 @dataclass(frozen=True)
 class TrainerState:
@@ -152,12 +158,12 @@ def check_identity(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
         ConfigError: Something differs; all differences are named.
     """
     changed = [
-        f"{key} was {saved.get(key)!r}, is {now.get(key)!r}"
+        _FINGERPRINTS.get(key) or f"{key} was {saved.get(key)!r}, is {now.get(key)!r}"
         for key in sorted({*saved, *now})
         if saved.get(key) != now.get(key)
     ]
     if changed:
         raise ConfigError(
-            f"{folder} cannot be resumed with other settings: {'; '.join(changed)}. "
+            f"{folder} cannot be resumed by another run: {'; '.join(changed)}. "
             "Resume with the settings in its run's config.yaml, or start anew in another output_dir."
         )

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import shlex
 import shutil
 import statistics
 import uuid
@@ -20,7 +21,7 @@ import torch
 from ssdtune.config.check import require
 from ssdtune.config.load import to_yaml, with_absolute_paths
 from ssdtune.config.schema import Config
-from ssdtune.errors import ConfigError, DeviceMemoryError, Interrupted
+from ssdtune.errors import ConfigError, DeviceMemoryError, Interrupted, SsdtuneError
 from ssdtune.hardware.known import known
 from ssdtune.hardware.memory import (
     KeptMemory,
@@ -41,6 +42,7 @@ from ssdtune.report.critical import verdict
 from ssdtune.report.metrics import MetricsWriter
 from ssdtune.report.progress import Progress, choose_progress
 from ssdtune.store.directories import prepare_directories
+from ssdtune.store.durable import write_text_atomic
 from ssdtune.store.store import Store
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
@@ -345,22 +347,6 @@ class _Run:
                 reference = reference_losses(self.prepared, check_batch[0])
                 return_memory()
             self._leave_if_asked("before the first step; nothing was written")
-            (self.output_dir / SETTINGS).write_text(
-                SETTINGS_TITLE + to_yaml(with_absolute_paths(self.config)), encoding="utf-8"
-            )
-            (self.output_dir / "plan.json").write_text(
-                json.dumps(
-                    {
-                        "schema_version": 1,
-                        "memory": self.prepared.memory.to_dict(),
-                        "estimate": self.disk.estimate.to_dict(),
-                        "forecast": self.forecast.to_dict() if self.forecast else None,
-                    },
-                    indent=2,
-                )
-                + "\n",
-                encoding="utf-8",
-            )
             pool = BufferPool()
             source = WeightSource(
                 self.prepared.checkpoint,
@@ -374,8 +360,10 @@ class _Run:
             swap, adam, engine = self._assemble(stack, streams, store, source, pool)
             if reference is not None:
                 verify(engine, check_batch, reference, self.prepared.dtype)
-            history, counters = self._train(engine, swap, adam, store, source, identity)
-            self._export(swap, pool)
+            self._write_settings()
+            trainer = self._trainer(stack, engine, swap, adam, store, source, identity)
+            history, counters = self._train(trainer)
+            self._export(swap, pool, trainer)
         final = process_memory()
         return Result(
             self.output_dir, rows.total_steps, history.losses, history.grad_norms, history.evaluations,
@@ -385,6 +373,20 @@ class _Run:
             self.prepared.memory.host_bytes, final.peak_rss_bytes,
             [path for path in history.checkpoints if path.exists()], history.skipped,
         )  # fmt: skip
+
+    def _write_settings(self) -> None:
+        """Write settings and plan: from here on the folder is that of a run."""
+        # Where a resumed run went on from is no setting of the run.
+        training = replace(self.config.training, resume_from_checkpoint=None)
+        settings = with_absolute_paths(replace(self.config, training=training))
+        write_text_atomic(self.output_dir / SETTINGS, SETTINGS_TITLE + to_yaml(settings))
+        plan = {
+            "schema_version": 1,
+            "memory": self.prepared.memory.to_dict(),
+            "estimate": self.disk.estimate.to_dict(),
+            "forecast": self.forecast.to_dict() if self.forecast else None,
+        }
+        write_text_atomic(self.output_dir / "plan.json", json.dumps(plan, indent=2) + "\n")
 
     def _leave_if_asked(self, when: str) -> None:
         if self.signals.requested is not None:
@@ -492,26 +494,30 @@ class _Run:
             ),
         )
 
-    def _train(
-        self, engine: Engine, swap: SwapManager, adam: OutOfCoreAdam, store: Store,
+    def _trainer(
+        self, stack: ExitStack, engine: Engine, swap: SwapManager, adam: OutOfCoreAdam, store: Store,
         source: WeightSource, identity: dict[str, Any],
-    ) -> tuple[History, dict[str, dict[str, int]]]:  # fmt: skip
+    ) -> Trainer:  # fmt: skip
         rows, first = self.prepared.rows, self.resumed[1].step if self.resumed else 0
         assert rows is not None
-        path = self.output_dir / METRICS
-        with MetricsWriter(path, resume_step=first) as metrics:
-            trainer = Trainer(
-                self.config, engine, output_dir=self.output_dir, swap=swap, adam=adam, store=store,
-                source=source, batches=rows.plan, evaluation=rows.evaluation,
-                total_steps=rows.total_steps, first_step=first, identity=identity, metrics=metrics,
-                progress=self.progress, signals=self.signals,
-                expected_s=self.forecast.step_s if self.forecast else None,
-            )  # fmt: skip
-            history = trainer.run()
-            counters = trainer.bytes_moved()
+        metrics = stack.enter_context(MetricsWriter(self.output_dir / METRICS, resume_step=first))
+        return Trainer(
+            self.config, engine, output_dir=self.output_dir, swap=swap, adam=adam, store=store,
+            source=source, batches=rows.plan, evaluation=rows.evaluation,
+            total_steps=rows.total_steps, first_step=first, identity=identity, metrics=metrics,
+            progress=self.progress, signals=self.signals,
+            expected_s=self.forecast.step_s if self.forecast else None,
+        )  # fmt: skip
+
+    def _train(self, trainer: Trainer) -> tuple[History, dict[str, dict[str, int]]]:
+        history = trainer.run()
+        counters = trainer.bytes_moved()
         if history.spans:
             self._tell(history)
-            (self.output_dir / "timeline.svg").write_text(history.picture(), encoding="utf-8")
+            try:
+                (self.output_dir / "timeline.svg").write_text(history.picture(), encoding="utf-8")
+            except OSError as error:  # no reason to lose what was trained
+                logger.warning("the picture of the last step cannot be written: %s", error)
         self.progress.finish()
         return history, counters
 
@@ -527,19 +533,30 @@ class _Run:
             if accuracy:
                 self.progress.note(accuracy.text())
 
-    def _export(self, swap: SwapManager, pool: BufferPool) -> None:
-        """Write the tuned weights; the memory of training is given back first."""
+    def _export(self, swap: SwapManager, pool: BufferPool, trainer: Trainer) -> None:
+        """Write the tuned weights; the memory of training is given back first.
+
+        Raises:
+            SsdtuneError: They cannot be written; what was trained is saved.
+        """
         swap.free_slots()
         pool.trim()
         prepared = self.prepared
-        write_result(
-            self.output_dir,
-            checkpoint=prepared.checkpoint,
-            built=prepared.built,
-            blocks=prepared.blocks,
-            read=lambda part, spec, high: swap.read_tensor(part, spec, high_only=high),
-            base_model_name_or_path=self.config.model.model_name_or_path,
-        )
+        try:
+            write_result(
+                self.output_dir,
+                checkpoint=prepared.checkpoint,
+                built=prepared.built,
+                blocks=prepared.blocks,
+                read=lambda part, spec, high: swap.read_tensor(part, spec, high_only=high),
+                base_model_name_or_path=self.config.model.model_name_or_path,
+            )
+        except (SsdtuneError, OSError) as error:
+            folder = shlex.quote(str(trainer.save_result()))
+            raise SsdtuneError(
+                f"the tuned weights cannot be written: {error} All steps are done and saved: ssdtune export {folder} OUT "
+                "writes the weights elsewhere."
+            ) from error
 
 
 def _remove_empty(folders: list[Path]) -> None:

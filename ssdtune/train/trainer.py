@@ -25,7 +25,12 @@ from ssdtune.report.timeline import Bar, draw
 from ssdtune.store.store import Store
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import OutOfCoreAdam
-from ssdtune.train.checkpoint import TrainerState, save_checkpoint
+from ssdtune.train.checkpoint import (
+    PREFIX,
+    TrainerState,
+    checkpoint_folders,
+    save_checkpoint,
+)
 from ssdtune.train.engine import Engine
 from ssdtune.train.lanes import Span
 from ssdtune.train.signals import StopSignals
@@ -273,6 +278,11 @@ class Trainer:
         self.history.checkpoints.append(folder)
         self._progress.note(f"saved {folder} in {time.perf_counter() - begin:.2f} s")
         return folder
+
+    def save_result(self) -> Path:
+        """Save what the last step left, unless it is saved already; the engine's slots may be gone."""
+        folder = self._output_dir / f"{PREFIX}{self._total}"
+        return folder if folder in checkpoint_folders(self._output_dir) else self._save(self._total)
 
     def _stop(self, done: int) -> None:
         """Save and leave, because a signal asked for it."""

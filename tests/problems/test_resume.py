@@ -174,7 +174,7 @@ def saved(plain: tuple[Path, Streamed]) -> dict[str, Any]:
         ({"shuffle": False}, "shuffle was True, is False"),
         ({"optim": "adamw_8bit"}, "optim was 'adamw', is 'adamw_8bit'. Resume with the settings"),
         ({"dtype": "bf16", "master_weights": False}, "master_weights was True, is False. Resume"),
-        ({"max_length": 6}, "rows was"),
+        ({"max_length": 6}, "the tokenized rows are others (train_file, max_length"),
         ({"method": "lora"}, "method was 'full', is 'lora'"),
         ({"packing": True, "max_length": 48}, "packed_length was None, is 48"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -14,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ssdtune import finetune, plan
-from ssdtune.errors import CapacityError, ConfigError, StorageError
+from ssdtune import export, finetune, plan
+from ssdtune.errors import CapacityError, ConfigError, SsdtuneError, StorageError
 from ssdtune.train.trainer import Trainer
 from tests.equality.harness import Streamed, assert_same_bits, read_run, stream
 from tests.problems.process import run, settings_for
@@ -284,3 +285,28 @@ def test_what_is_written_is_what_the_plan_said(plain: tuple[Path, Streamed]) -> 
     folder, measured = plain
     estimate = plan(**settings_for(folder, **SETTINGS)).to_dict()["estimate"]
     assert abs(estimate["wear"]["run_bytes"] / measured.moved("written") - 1) < 0.1
+
+
+def test_weights_that_cannot_be_written_are_not_lost(
+    plain: tuple[Path, Streamed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drive is full when all steps are done, and no checkpoint was due."""
+    from ssdtune.export.safetensors_writer import Staging
+
+    folder, wanted = plain
+    settings = settings_for(folder, **SETTINGS) | {"output_dir": str(tmp_path / "out")}
+    settings["host_cache"] = None  # states that stay in memory are saved too
+
+    def full(*_: Any) -> None:
+        raise StorageError("write", tmp_path / "out", errno=errno.ENOSPC)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "commit", full)
+        with pytest.raises(SsdtuneError, match=r"ENOSPC.* ssdtune export .*/out/checkpoint-4 OUT"):
+            finetune(**settings)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    export(tmp_path / "out" / "checkpoint-4", tmp_path / "elsewhere")
+    finetune(**settings | {"resume_from_checkpoint": "last"})
+    intact = (wanted.output_dir / "model.safetensors").read_bytes()
+    for path in (tmp_path / "out", tmp_path / "elsewhere"):
+        assert (path / "model.safetensors").read_bytes() == intact
