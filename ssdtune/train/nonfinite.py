@@ -194,7 +194,7 @@ class FiniteWatch:
                 return _Place(
                     _name(look, layout), value if scalar else f"not finite (its sum is {value})",
                     look.operation.micro_batch, () if scalar else tuple(bad),
-                    () if look.is_gradient else _suspects(look.operation),
+                    _suspects(look.operation),
                 )  # fmt: skip
         if noticed is None or not noticed[1]:
             return None
@@ -259,8 +259,8 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def _suspects(operation: Operation) -> tuple[str, ...]:
-    """Return the stages whose weights an operation of the forward pass works with."""
-    if operation.kind == Kind.FORWARD:
+    """Return the stages whose weights an operation works with."""
+    if operation.kind in (Kind.FORWARD, Kind.BACKWARD):
         return (operation.stage,)
     end = operation.stage.partition(".")[0]  # all chunks of it
     return (OUTER, EMBED if operation.kind == Kind.ENTRY_FORWARD else end)

@@ -139,6 +139,16 @@ def test_weights_that_are_not_finite_are_named(folder: Path, settings: dict[str,
         run(folder, "compared", verify=True, **settings)
 
 
+def test_weights_whose_values_attention_swallows_are_named(folder: Path) -> None:
+    """Without padding torch's attention on a CPU makes finite values of queries that are not: only gradients tell."""
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    put(folder, weight, 3, float("nan"))
+    with pytest.raises(
+        SsdtuneError, match=rf"not finite themselves: {weight}\. .* Train an intact"
+    ):
+        run(folder, "out", max_grad_norm=0, per_device_train_batch_size=1)
+
+
 def test_halves_of_masters_are_made_of_finite_weights(folder: Path) -> None:
     put(folder, "model.layers.1.mlp.down_proj.weight", 3, float("nan"))
     with pytest.raises(
