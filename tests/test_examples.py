@@ -65,7 +65,7 @@ def test_the_three_forms_agree(name):
     of_yaml, of_shell = comparable(by_yaml(name)), comparable(by_shell(name))
     # The YAML files of the large models show some settings more.
     more = {"training.max_grad_norm", "training.num_train_epochs", "training.save_total_limit",
-            "io.queue_depth", "training.warmup_steps", "lora.target_modules"}  # fmt: skip
+            "training.warmup_steps", "lora.target_modules"}  # fmt: skip
     more = more if name.endswith("70b") else set()
     assert {key: of_yaml[key] for key in of_yaml if key not in more} == {
         key: of_shell[key] for key in of_shell if key not in more
