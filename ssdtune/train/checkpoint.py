@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class TrainerState:
         adam_steps: For each part the number of updates of each tensor.
         identity: What must be the same after a resume: settings that change numbers, model and rows.
         loss_scale: Of fp16 (`ssdtune.optim.loss_scale`); None elsewhere.
+        longest_rows: What some rotary frequencies were made for (`ssdtune.model.rotary`).
     """
 
     step: int
@@ -44,6 +45,7 @@ class TrainerState:
     adam_steps: dict[str, list[int]]
     identity: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
+    longest_rows: dict[str, int] = field(default_factory=dict)
 
 
 def checkpoint_folders(output_dir: Path) -> list[Path]:

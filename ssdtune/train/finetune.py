@@ -33,6 +33,7 @@ from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.io.buffers import BufferPool
 from ssdtune.io.streams import Streams
 from ssdtune.model.build import base_name
+from ssdtune.model.rotary import set_longest_rows
 from ssdtune.model.source import WeightSource
 from ssdtune.optim.adamw import join_master, split_master
 from ssdtune.optim.loss_scale import LossScale
@@ -467,8 +468,11 @@ class _Run:
             speculation=Speculation(always=training.clipping == "speculative"),
             watch=self._watch(), kept_memory=self._kept_memory(stack),
         )  # fmt: skip
-        if self.resumed and engine.loss_scale and (kept := self.resumed[1].loss_scale):
-            engine.loss_scale = LossScale.from_dict(kept)
+        if self.resumed:
+            state = self.resumed[1]
+            set_longest_rows(prepared.blocks.model, state.longest_rows)
+            if engine.loss_scale and state.loss_scale:
+                engine.loss_scale = LossScale.from_dict(state.loss_scale)
         return swap, adam, engine
 
     def _kept_memory(self, stack: ExitStack) -> KeptMemory | None:

@@ -15,6 +15,7 @@ from typing import Any
 from ssdtune.config.schema import Config
 from ssdtune.data.batches import Batch, BatchPlan
 from ssdtune.errors import Interrupted, StorageError
+from ssdtune.model.rotary import longest_rows
 from ssdtune.model.source import WeightSource
 from ssdtune.optim.schedule import learning_rate, warmup_count
 from ssdtune.plan.schedule import Lane
@@ -270,8 +271,9 @@ class Trainer:
         self._metrics.sync()
         scale = self._engine.loss_scale
         state = TrainerState(
-            done, self._total, self._adam.steps, self._identity, scale.to_dict() if scale else None
-        )
+            done, self._total, self._adam.steps, self._identity, scale.to_dict() if scale else None,
+            longest_rows(self._engine.blocks.model),
+        )  # fmt: skip
         folder = save_checkpoint(
             self._output_dir, self._store, state, keep=self._config.save_total_limit
         )

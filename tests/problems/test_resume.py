@@ -16,7 +16,7 @@ from ssdtune.errors import ConfigError, FormatError, Interrupted, SsdtuneError
 from ssdtune.train.engine import Engine
 from tests.equality.harness import Streamed, assert_same_bits, hash_folder, read_run, stream
 from tests.problems.process import command, run, settings_for
-from tests.toy import make_checkpoint, make_rows
+from tests.toy import make_checkpoint, make_rows, write_rows
 
 SETTINGS: dict[str, Any] = {"max_steps": 4, "eval_steps": 2, "shuffle": True, "save_steps": 0}
 
@@ -271,3 +271,22 @@ def test_the_seed_decides(plain: tuple[Path, Streamed], tmp_path: Path) -> None:
     assert_same_bits(runs[0], runs[1])
     assert runs[0].series("rows") != runs[2].series("rows")
     assert runs[0].bits() != runs[2].bits()
+
+
+def test_rotary_frequencies_that_grow_with_rows_are_those_before(tmp_path: Path) -> None:
+    """With dynamic scaling a row of 30 tokens changes what later rows of 20 give."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = make_checkpoint(
+        tmp_path / "model", "llama", max_position_embeddings=16, rope_parameters=rope
+    )
+    rows = [make_rows(tmp_path / "rows.jsonl", 1, lengths=(n, n), seed=n)[0] for n in (30, 20, 21)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    settings = {"max_steps": 3, "save_steps": 1, "save_total_limit": 3}
+    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    whole = stream(model, tmp_path / "rows.jsonl", tmp_path / "out", settings)
+    losses, bits = whole.series("loss"), whole.bits()
+    settings["resume_from_checkpoint"] = str(tmp_path / "out/checkpoint-1")
+    again = stream(model, tmp_path / "rows.jsonl", tmp_path / "out", settings)
+    assert (again.series("loss"), again.bits()) == (losses, bits)
+    state = json.loads((tmp_path / "out/checkpoint-3/trainer_state.json").read_text())
+    assert list(state["longest_rows"].values()) == [30]
