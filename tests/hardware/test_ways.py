@@ -144,7 +144,7 @@ CARD = (way("io_uring", 4.5, 3.5, to_card=True), way("kvikio", 7.5, 3.4, to_card
         (None, False, ("io_uring", "io_uring", "io_uring")),
         ((), True, ("io_uring", "io_uring", "io_uring")),
         (HOST, False, ("io_uring", "io_uring", "io_uring")),  # no more than noise
-        ((*HOST, way("python", 5.6, 3)), False, ("python", "io_uring", "io_uring")),
+        ((*HOST, way("python", 6.5, 3)), False, ("python", "io_uring", "io_uring")),
         ((*HOST, *CARD), True, ("kvikio", "io_uring", "io_uring")),
         ((*HOST, *CARD), False, ("io_uring", "io_uring", "io_uring")),
         ((*HOST, CARD[0], way("kvikio", 4, 5, to_card=True)), True, ("io_uring", "io_uring", "kvikio")),
