@@ -15,6 +15,7 @@ from ssdtune.config.schema import Config
 from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware import datasheet
 from ssdtune.hardware.profile import HardwareProfile
+from ssdtune.io.streams import StreamNames
 from ssdtune.plan.estimate import Estimate, RunCost, run_cost, save_s
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.report.answer import step_line
@@ -60,6 +61,7 @@ class RunPlan:
         no_time: Why no time is given; empty if it is.
         rates_from: What the times rest on, "measured" or "data sheet"; empty if none is given.
         place_warnings: What a user should know about the directories that hold the states.
+        streams: The I/O backend of each stream; None if the memory is too small for any plan.
     """
 
     problems: tuple[str, ...]
@@ -74,6 +76,7 @@ class RunPlan:
     no_time: str = ""
     rates_from: str = ""
     place_warnings: tuple[str, ...] = ()
+    streams: StreamNames | None = None
 
     @property
     def forecast(self) -> Forecast | None:
@@ -101,6 +104,7 @@ class RunPlan:
             "no_time": self.no_time,
             "rates_from": self.rates_from,
             "place_warnings": list(self.place_warnings),
+            "backends": asdict(self.streams) if self.streams else None,
         }
 
     def text(self) -> str:
@@ -199,6 +203,7 @@ def plan(
         no_time,
         rates_from if chosen else "",
         disk.warnings,
+        prepared.streams,
     )
 
 

@@ -119,6 +119,9 @@ def test_plans_and_runs_take_the_fastest_and_keep_the_bits(
     profile = measured(tmp_path)
     told = plan(hardware=profile, **settings())
     assert "I/O: threads for weights; python for states and activations" in told.text()
+    assert told.to_dict()["backends"] == {
+        "weights": "threads", "states": "python", "activations": "python",
+    }  # fmt: skip
     keep(profile)
     found = finetune(**settings())
     assert opened == ["python", "threads", "python"]
