@@ -113,3 +113,9 @@ class StorageError(SsdtuneError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error of a library says, without a full stop; its type where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0].rstrip(".")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdtune.config.schema import Config
-from ssdtune.errors import CapacityError, ConfigError, FormatError, SsdtuneError
+from ssdtune.errors import CapacityError, ConfigError, FormatError, SsdtuneError, first_line
 from ssdtune.hardware.memory import available_host_memory
 from ssdtune.model.checkpoint import HfCheckpoint, resolve
 from ssdtune.model.headers import read_header
@@ -120,9 +120,8 @@ def load_model(
             **({"attn_implementation": attn_implementation} if attn_implementation else {}),
         )
     except Exception as error:  # each model fails in its own way
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"transformers cannot load {folder}: {reason} Name a checkpoint or adapter folder."
+            f"transformers cannot load {folder}: {first_line(error)}. Name a checkpoint or adapter folder."
         ) from error
     return model.to(device.torch_device).eval()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ssdtune.data import rows as shapes
 from ssdtune.data.rows import Row
-from ssdtune.errors import ConfigError, FormatError
+from ssdtune.errors import ConfigError, FormatError, first_line
 
 IGNORED = -100
 """Label of a token that is not learned, as in torch and transformers."""
@@ -58,9 +58,8 @@ def load_tokenizer(
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # each tokenizer class fails in its own way
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"cannot load the tokenizer of {model}: {reason} Copy its files from the original model "
+            f"cannot load the tokenizer of {model}: {first_line(error)}. Copy its files from the original model "
             "again; if it needs its own code, set trust_remote_code."
         ) from error
 

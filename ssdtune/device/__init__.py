@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdtune.errors import BackendUnavailableError
+from ssdtune.errors import BackendUnavailableError, first_line
 
 if TYPE_CHECKING:
     from ssdtune.device.base import Device
@@ -71,5 +71,5 @@ def _reason() -> str:
             warnings.simplefilter("ignore")
             torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return (str(error).splitlines() or [""])[0].rstrip(".")
+        return first_line(error)
     return "the driver shows none"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ssdtune.device.base import DeviceMemory
-from ssdtune.errors import DeviceMemoryError, SsdtuneError
+from ssdtune.errors import DeviceMemoryError, SsdtuneError, first_line
 from ssdtune.units import format_memory, parse_size
 
 _NO_MEMORY = 2
@@ -49,7 +49,7 @@ def cannot_open(name: str, error: BaseException) -> str:
     """Return why a card cannot be used and what to do."""
     code = error_code(error) or 0
     remedy = _OPENING.get(code, "Check it with nvidia-smi, name another card, or use --device cpu.")
-    return f"{name} cannot be used: {_first_line(error)}. {remedy}"
+    return f"{name} cannot be used: {first_line(error)}. {remedy}"
 
 
 def explain(
@@ -69,7 +69,7 @@ def explain(
             return out_of_memory(name, figures(), _wanted_bytes(error))
         except RuntimeError:  # no figures: it is lost as well
             pass
-    cause = f"{name} failed: {_first_line(error)}{f' [{code}]' if code else ''}."
+    cause = f"{name} failed: {first_line(error)}{f' [{code}]' if code else ''}."
     if code == _ASSERTED:
         hint = "An index was out of range in one of its kernels; --device cpu shows where."
     else:
@@ -113,7 +113,3 @@ def out_of_memory(name: str, memory: DeviceMemory, wanted_bytes: int) -> DeviceM
 def _wanted_bytes(error: BaseException) -> int:
     match = re.search(r"Tried to allocate ([0-9.]+ (?:bytes|[KMGT]iB))", str(error))
     return parse_size(match.group(1).replace("bytes", "B")) if match else 0
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdtune.errors import ConfigError, UnsupportedModelError
+from ssdtune.errors import ConfigError, UnsupportedModelError, first_line
 from ssdtune.hardware.figures import BlockPoint, BlockProfile
 from ssdtune.hardware.stream import Clock
 from ssdtune.model.checkpoint import refuse_quantized
@@ -145,7 +145,7 @@ def _load_config(model: str) -> Any:
         config.get_text_config().hidden_size  # noqa: B018 (models without one aren't decoders)
     except Exception as error:  # each kind of configuration has its own way to refuse values
         raise ConfigError(
-            f"{path}: transformers cannot read this configuration: {_first_line(error)}"
+            f"{path}: transformers cannot read this configuration: {first_line(error)}"
         ) from error
     refuse_unsuitable(path, config)
     return config
@@ -192,7 +192,7 @@ def _measure_shape(
             try:
                 forward, backward = runner.run(count // sequence, sequence, left / 3)
             except (RuntimeError, MemoryError) as error:  # memory, or no kernel for this dtype
-                notes.append(f"{name}, {count} tokens: {_first_line(error)}")
+                notes.append(f"{name}, {count} tokens: {first_line(error)}")
                 break
             last = forward + backward
             points.append(
@@ -234,7 +234,7 @@ def _build(config: Any, device: Device) -> tuple[BlockModel, int]:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # whatever the code of the model thinks of such a configuration
         raise UnsupportedModelError(
-            f"{config.model_type}: transformers cannot build this as a causal language model: {_first_line(error)}"
+            f"{config.model_type}: transformers cannot build this as a causal language model: {first_line(error)}"
         ) from error
     names = frozenset(name for name, _ in model.named_parameters())
     built = BuiltModel(model, None, KeyMap.of_config(model), names, frozenset())
@@ -319,8 +319,3 @@ class _Runner:
         result = work()
         self._device.record().wait()
         return max(self._clock() - start, 1e-9), result
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

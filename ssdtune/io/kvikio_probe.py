@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ssdtune.errors import first_line
 from ssdtune.units import format_memory
 
 INSTALL = 'pip install "ssdtune[gds]" ("ssdtune[gds-cu12]" if torch is built for CUDA 12)'
@@ -62,7 +63,7 @@ def kvikio_problem() -> str:
             return f"kvikio is not installed. Install it, 2 to 3 GB: {INSTALL}."
         return f"kvikio cannot be imported ({error}). Install it again: {INSTALL}."
     except Exception as error:
-        return f"kvikio cannot be imported ({_first_line(error)}). Install it again: {INSTALL}."
+        return f"kvikio cannot be imported ({first_line(error)}). Install it again: {INSTALL}."
     try:
         defaults.get("auto_direct_io_read")
     except KeyError:
@@ -134,8 +135,4 @@ def explain(error: Exception) -> tuple[int, str]:
 
 def _explain_shortly(error: Exception) -> str:
     """Return an error of kvikio without the place in its source."""
-    return re.sub(r"^.*? at: \S+:\d+: ", "", _first_line(error))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^.*? at: \S+:\d+: ", "", first_line(error))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ssdtune.config.schema import LoraSettings
-from ssdtune.errors import ConfigError, SsdtuneError, UnsupportedModelError
+from ssdtune.errors import ConfigError, SsdtuneError, UnsupportedModelError, first_line
 from ssdtune.model.keys import KeyMap
 
 if TYPE_CHECKING:
@@ -124,10 +124,6 @@ def build_model(
         return BuiltModel(model, None, keymap, frozenset(_names(model)), _decayed(model))
     draw = with_values and bool(checkpoint.tensors)
     return _with_adapter(model, keymap, lora, adapter, adapter_dtype, seed, draw)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _shortened(error: Exception) -> str:
@@ -263,7 +259,7 @@ def _with_adapter(
     except SsdtuneError:
         raise
     except Exception as error:  # whatever peft and the layers think of them, memory included
-        raise ConfigError(f"peft refuses these adapter settings: {_first_line(error)}") from error
+        raise ConfigError(f"peft refuses these adapter settings: {first_line(error)}") from error
     inner = peft.get_base_model()
     trained, initial = set(), {}
     for name, parameter in inner.named_parameters():

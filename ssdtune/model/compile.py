@@ -32,7 +32,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ssdtune.errors import BackendUnavailableError
+from ssdtune.errors import BackendUnavailableError, first_line
 from ssdtune.model.toolchain import missing_tool
 from ssdtune.units import format_time
 
@@ -64,7 +64,7 @@ def require_compiler(device: torch.device) -> None:
             values = torch.ones(8, device=device, requires_grad=True)
             _compiled(_small, _backend)(values).sum().backward()
         except Exception as error:  # whatever a compiler may come up with
-            problem = f"a test failed: {_first_line(error)}"
+            problem = f"a test failed: {_reason(error)}"
     if problem:
         raise BackendUnavailableError(
             f"torch_compile cannot be used: {problem}, or leave torch_compile out."
@@ -137,7 +137,7 @@ class CompiledBlocks:
                 f"{MOST_VARIANTS} variants of blocks and shapes were compiled, and these are more"
             )
         except TorchDynamoException as error:
-            reason = _first_line(error)
+            reason = _reason(error)
         self._uncompiled.add(_kind(block))
         logger.warning(
             "%s cannot be compiled: %s. Blocks like it run without torch.compile.", name, reason
@@ -223,7 +223,5 @@ def _kind(block: nn.Module) -> Hashable:
     return tuple(type(module) for module in block.modules())
 
 
-def _first_line(error: BaseException) -> str:
-    error = getattr(error, "inner_exception", error)  # of a compiler that failed
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0].rstrip(".")
+def _reason(error: Exception) -> str:
+    return first_line(getattr(error, "inner_exception", error))  # of a compiler that failed

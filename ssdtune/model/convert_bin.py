@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ssdtune.errors import CapacityError, ConfigError, FormatError
+from ssdtune.errors import CapacityError, ConfigError, FormatError, first_line
 from ssdtune.model.headers import DOWNLOAD_AGAIN
 from ssdtune.model.safetensors_file import DTYPE_NAMES, SafetensorsFile, SavedTensor
 from ssdtune.units import format_disk
@@ -138,10 +138,9 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
             path, map_location="cpu", weights_only=True, mmap=mapped
         )
     except Exception as error:  # any kind, by what the damage is
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FormatError(
             f"{path} ({path.stat().st_size} bytes) holds no plain tensors, or is damaged; nothing in it was run "
-            f"({reason}). Take the model's safetensors files, or download again."
+            f"({first_line(error)}). Take the model's safetensors files, or download again."
         ) from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
