@@ -98,13 +98,13 @@ def load_model(
     import transformers
 
     from ssdtune.device import open_device
+    from ssdtune.device.dtypes import COMPUTE_DTYPES
 
     checkpoint = check_folder(folder)
     device = open_device(device_name)
     if dtype == "auto":
         dtype = "bf16" if device.own_memory and device.supports(torch.bfloat16) else "fp32"
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    _check_memory(checkpoint, dtypes[dtype].itemsize)
+    _check_memory(checkpoint, COMPUTE_DTYPES[dtype].itemsize)
     loader: Any = transformers.AutoModelForCausalLM
     if Path(folder, "adapter_config.json").is_file():
         import peft
@@ -114,7 +114,7 @@ def load_model(
     try:
         model = loader.from_pretrained(
             folder,
-            dtype=dtypes[dtype],
+            dtype=COMPUTE_DTYPES[dtype],
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             **({"attn_implementation": attn_implementation} if attn_implementation else {}),

@@ -162,7 +162,8 @@ def _measure_shape(
 ) -> BlockProfile:
     import torch
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    from ssdtune.device.dtypes import COMPUTE_DTYPES
+
     only_fp16 = device.supports(torch.float16) and not device.supports(torch.bfloat16)
     names = ("fp32", "fp16" if only_fp16 else "bf16")
     points: list[BlockPoint] = []
@@ -171,13 +172,13 @@ def _measure_shape(
     parameters, active = _sizes(blocks, number, config)
     for name in names:
         free = device.memory().free_bytes
-        needed = parameters * dtypes[name].itemsize * 2
+        needed = parameters * COMPUTE_DTYPES[name].itemsize * 2
         if needed > free // 2:
             notes.append(
                 f"{name}: not measured, weights and gradients take {format_memory(needed)}"
             )
             continue
-        runner = _Runner(blocks, number, dtypes[name], device, clock)
+        runner = _Runner(blocks, number, COMPUTE_DTYPES[name], device, clock)
         start, last = clock(), 0.0
         for count in tokens:
             sequence = min(count, SEQUENCE)

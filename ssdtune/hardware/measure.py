@@ -305,8 +305,7 @@ def _together(
     )
 
 
-def _full_speed(device: object) -> tuple[str, ...]:
-    import torch
+def _full_speed(device: Device) -> tuple[str, ...]:
+    from ssdtune.device.dtypes import COMPUTE_DTYPES
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return tuple(name for name, dtype in dtypes.items() if device.supports(dtype))  # type: ignore[attr-defined]
+    return tuple(name for name, dtype in COMPUTE_DTYPES.items() if device.supports(dtype))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ssdtune.device.dtypes import COMPUTE_DTYPES
 from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware import datasheet
 from ssdtune.hardware.figures import DirectoryProfile
@@ -75,9 +76,9 @@ def compute_dtype(profile: HardwareProfile, wanted: str) -> torch.dtype:
     Raises:
         ConfigError: The card there lacks it.
     """
-    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if wanted == "auto":
-        return names[next((n for n in ("bf16", "fp16") if n in profile.compute_dtypes), "fp32")]
+        wanted = next((n for n in ("bf16", "fp16") if n in profile.compute_dtypes), "fp32")
+        return COMPUTE_DTYPES[wanted]
     if wanted not in profile.compute_dtypes:
         known = " and ".join(profile.compute_dtypes) or "nothing that was measured"
         if profile.copies:
@@ -89,7 +90,7 @@ def compute_dtype(profile: HardwareProfile, wanted: str) -> torch.dtype:
             "the machine of %s does not compute in %s at full speed, only in %s.",
             name_of(profile), wanted, known,
         )  # fmt: skip
-    return names[wanted]
+    return COMPUTE_DTYPES[wanted]
 
 
 def swap_places(profile: HardwareProfile, wanted: Sequence[str]) -> list[DirectoryProfile]:

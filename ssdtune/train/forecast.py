@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ssdtune.device.dtypes import dtype_name
 from ssdtune.errors import ConfigError
 from ssdtune.hardware.profile import Rates
 from ssdtune.model.experts import active_parameters
@@ -258,11 +259,6 @@ def _io_core_share(rates: Rates) -> float:
     moved = rates.io_with_adam_bytes_per_s / rates.mixed_bytes_per_s
     pace = (adam + moved) / 2
     return max(0.0, 1 / pace - 1) if pace > 0 else 0.0
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return what profiles call a compute dtype."""
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
 def model_shape(prepared: Prepared) -> ModelShape:

@@ -27,6 +27,7 @@ from ssdtune.data import (
 )
 from ssdtune.device import open_device
 from ssdtune.device.base import Device
+from ssdtune.device.dtypes import COMPUTE_DTYPES
 from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.memory import (
     KERNEL_BYTES,
@@ -303,7 +304,7 @@ def choose_dtype(name: str, device: Device) -> torch.dtype:
     if name == "auto":
         halves = (torch.bfloat16, torch.float16)
         return next((dtype for dtype in halves if device.supports(dtype)), torch.float32)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+    dtype = COMPUTE_DTYPES[name]
     if not device.supports(dtype):
         if device.torch_device.type != "cpu":
             raise ConfigError(f"{device.name} has no {name} in hardware. Use --dtype fp32 or auto.")

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from ssdtune.device.dtypes import dtype_name
 from ssdtune.errors import SsdtuneError, StorageError
 from ssdtune.hardware.known import profile_path
 from ssdtune.hardware.memory import keep_freed_memory, map_large_blocks, return_memory
 from ssdtune.hardware.profile import HardwareProfile
 from ssdtune.plan.times import ComputeTimes
 from ssdtune.store.durable import write_json_atomic
-from ssdtune.train.forecast import dtype_name
 from ssdtune.train.prepare import Prepared
 from ssdtune.train.rehearse import TooLong, micro_batch_shape, rehearse
 
