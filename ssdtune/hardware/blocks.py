@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -221,18 +220,13 @@ def _measure_shape(
 def _build(config: Any, device: Device) -> tuple[BlockModel, int]:
     """Return the model without weights, taken apart, and the number of its most frequent kind of block."""
     import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     from ssdtune.model.blocks import BlockModel
-    from ssdtune.model.build import BuiltModel
+    from ssdtune.model.build import BuiltModel, empty_model
     from ssdtune.model.keys import KeyMap
 
-    config.use_cache = False
     try:
-        with init_empty_weights(include_buffers=False), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = empty_model(config, torch.float32)
     except Exception as error:  # whatever the code of the model thinks of such a configuration
         raise UnsupportedModelError(
             f"{config.model_type}: transformers cannot build this as a causal language model: {first_line(error)}"

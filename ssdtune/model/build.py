@@ -44,7 +44,8 @@ class BuiltModel:
         peft: The peft wrapper around it, None for full fine-tuning.
         keymap: How the checkpoint's tensors make the parameters of the model without adapters.
         trained: Names (in `model`) of the parameters that are trained.
-        initial: First values of the parameters that no checkpoint of the base has (adapters), fp32 on CPU.
+        initial: First values of the parameters that no checkpoint of the base has (adapters), fp32 on CPU; empty if
+            the folder has no weights.
         decay: Names of the parameters that weight decay applies to.
     """
 
@@ -72,7 +73,6 @@ def build_model(
     adapter: Path | None = None,
     adapter_dtype: torch.dtype = torch.float32,
     seed: int = 0,
-    with_values: bool = True,
 ) -> BuiltModel:
     """Build the model of a checkpoint folder.
 
@@ -84,27 +84,18 @@ def build_model(
         adapter_dtype: Compute dtype of the adapters' matrices. In bf16, as under autocast, their products take half the
             time of fp32 ones.
         seed: Seeds peft's first values, as torch.manual_seed before peft.get_peft_model does.
-        with_values: Draw the first values of new adapters. A plan needs none, and for the largest models they take
-            longer than all the rest; `initial` is then empty, as it is for a folder without weights.
 
     Raises:
         UnsupportedModelError: Not a decoder that transformers knows as a causal language model.
     """
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     path = checkpoint.path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         refuse_unsuitable(path / "config.json", config)
-        config.use_cache = False
-        with init_empty_weights(include_buffers=False), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            options: dict[str, Any] = {"attn_implementation": attn_implementation}
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=trust_remote_code,
-                **{key: value for key, value in options.items() if value is not None},
-            )  # fmt: skip
+        options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+        model = empty_model(config, dtype, trust_remote_code=trust_remote_code, **options)
     except SsdtuneError:
         raise
     except Exception as error:  # whatever the code of the model thinks of such a configuration
@@ -122,8 +113,27 @@ def build_model(
         for parameter in model.parameters():
             parameter.requires_grad_(True)
         return BuiltModel(model, None, keymap, frozenset(_names(model)), _decayed(model))
-    draw = with_values and bool(checkpoint.tensors)
+    # A plan from a config alone needs no values, and for the largest models they take longer than all the rest.
+    draw = bool(checkpoint.tensors)
     return _with_adapter(model, keymap, lora, adapter, adapter_dtype, seed, draw)
+
+
+def empty_model(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Return the causal language model of a configuration, parameters on meta, buffers for real.
+
+    Args:
+        config: As transformers reads it; its cache is switched off.
+        dtype: Compute dtype of the weights.
+        **options: Others of `AutoModelForCausalLM.from_config`.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    config.use_cache = False
+    with init_empty_weights(include_buffers=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    return model
 
 
 def _shortened(error: Exception) -> str:
