@@ -19,6 +19,7 @@ from torch import nn
 from ssdtune.errors import ConfigError, FormatError
 from ssdtune.export.safetensors_writer import MAX_SHARD_BYTES, ShardWriter, Staging
 from ssdtune.export.weights import copy_sidecars, export_weights, read_tensor
+from ssdtune.model.build import ADAPTER
 from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.headers import read_header
 from ssdtune.model.keys import KeyMap
@@ -36,7 +37,6 @@ def export_adapter(
     peft_model: Any,
     tensors: Mapping[str, torch.Tensor],
     base_model_name_or_path: str,
-    adapter_name: str = "default",
     checkpoint: HfCheckpoint | None = None,
 ) -> int:
     """Write an adapter folder that `PeftModel.from_pretrained` loads, and return the bytes of its weights.
@@ -54,12 +54,12 @@ def export_adapter(
     """
     from peft.utils import get_peft_model_state_dict
 
-    config = copy.deepcopy(peft_model.peft_config[adapter_name])
+    config = copy.deepcopy(peft_model.peft_config[ADAPTER])
     tensors = {_PREFIX + name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     own = {
         name: parameter
         for name, parameter in peft_model.named_parameters(remove_duplicate=False)
-        if _belongs(name, adapter_name)
+        if _belongs(name)
     }
     for name, parameter in own.items():
         if name not in tensors or tensors[name].shape != parameter.shape or not parameter.numel():
@@ -68,7 +68,7 @@ def export_adapter(
     state = get_peft_model_state_dict(
         peft_model,
         state_dict=dict(tensors),
-        adapter_name=adapter_name,
+        adapter_name=ADAPTER,
         save_embedding_layers=any(".lora_embedding_" in name for name in own),
     )
     announced = [
@@ -117,9 +117,7 @@ def read_adapter_config(adapter_dir: Path) -> Any:
     return config
 
 
-def read_adapter(
-    peft_model: Any, adapter_dir: Path, adapter_name: str = "default"
-) -> dict[str, torch.Tensor]:
+def read_adapter(peft_model: Any, adapter_dir: Path) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors by their names in the PeftModel (which isn't changed), in their own dtype.
 
     Raises:
@@ -141,7 +139,7 @@ def read_adapter(
     # peft translates the names on the way to load_state_dict; nothing else of it is wanted here.
     peft_model.load_state_dict = take
     try:
-        set_peft_model_state_dict(peft_model, state, adapter_name=adapter_name)
+        set_peft_model_state_dict(peft_model, state, adapter_name=ADAPTER)
     except (KeyError, RuntimeError) as error:
         raise FormatError(
             f"{path} does not fit its {CONFIG} or the base model: {error}."
@@ -149,7 +147,7 @@ def read_adapter(
     finally:
         del peft_model.load_state_dict
     shapes = {name: tensor.shape for name, tensor in peft_model.state_dict().items()}
-    missing = sorted({name for name in shapes if _belongs(name, adapter_name)} - names.keys())
+    missing = sorted({name for name in shapes if _belongs(name)} - names.keys())
     unknown = sorted(names.keys() - shapes.keys())
     hint = "Name the base model that the adapter was made for."
     if missing or unknown:
@@ -174,7 +172,6 @@ def merge_adapter(
     checkpoint: HfCheckpoint,
     keymap: KeyMap,
     source: WeightSource,
-    dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> int:
     """Write the base model with the adapter merged in, and return the bytes of its weights.
@@ -182,7 +179,6 @@ def merge_adapter(
     Args:
         model: The base model that `keymap` was built of, on the meta device; peft wraps it in place.
         source: Reads the base weights.
-        dtype: As for `export_weights`.
 
     Raises:
         ConfigError: Not a LoRA adapter that can be merged, such as DoRA, or one of a tied weight.
@@ -221,14 +217,13 @@ def merge_adapter(
         checkpoint=checkpoint,
         keymap=keymap,
         get_tensor=get_tensor,
-        dtype=dtype,
         half_up=False,
         max_shard_bytes=max_shard_bytes,
     )
 
 
-def _belongs(name: str, adapter_name: str) -> bool:
-    return f".{adapter_name}" in name and (".lora_" in name or ".modules_to_save." in name)
+def _belongs(name: str) -> bool:
+    return f".{ADAPTER}" in name and (".lora_" in name or ".modules_to_save." in name)
 
 
 def _locate(root: nn.Module, name: str) -> tuple[nn.Module, str, list[Any]]:
@@ -244,7 +239,7 @@ def _locate(root: nn.Module, name: str) -> tuple[nn.Module, str, list[Any]]:
                 layers.append(module)
                 module = module.base_layer
             else:
-                module = module.modules_to_save["default"]
+                module = module.modules_to_save[ADAPTER]
         if part:
             module = getattr(module, part)
     return module, leaf, layers
@@ -264,13 +259,13 @@ def _merged(root: nn.Module, name: str, master: torch.Tensor) -> torch.Tensor:
                 continue
             # Its delta is made in the dtype and on the device of the parameter.
             setattr(module, leaf, nn.Parameter(master, requires_grad=False))
-            delta = layer.get_delta_weight("default")
+            delta = layer.get_delta_weight(ADAPTER)
             setattr(module, leaf, parameter)
             master.add_(delta)
         elif leaf == "weight":
-            master.add_(layer.get_delta_weight("default"))
-        elif leaf == "bias" and layer.lora_bias.get("default"):
-            master.add_(layer.lora_B["default"].bias, alpha=layer.scaling["default"])
+            master.add_(layer.get_delta_weight(ADAPTER))
+        elif leaf == "bias" and layer.lora_bias.get(ADAPTER):
+            master.add_(layer.lora_B[ADAPTER].bias, alpha=layer.scaling[ADAPTER])
     return master
 
 

@@ -1,18 +1,16 @@
 """Export of a tuned model: the folder that `save_pretrained` would make, one parameter in memory at a time.
 
 Names, sharding and index are those of transformers; each tensor keeps the dtype that it has in the original
-checkpoint unless another one is asked for. Settings, tokenizer and chat templates are copied byte for byte.
+checkpoint. Settings, tokenizer and chat templates are copied byte for byte.
 bf16 is the rounding of the fp32 master that training computes with: half up, not half to even, so the export
 equals the weights that were used. How parameters become checkpoint tensors is in `ssdtune.model.keys`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,7 @@ from ssdtune.export.safetensors_writer import MAX_SHARD_BYTES, ShardWriter, Stag
 from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.headers import TensorExtent
 from ssdtune.model.keys import KeyMap, SaveRule
-from ssdtune.model.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
+from ssdtune.model.safetensors_file import TORCH_DTYPES
 
 _TOKENIZER = re.compile(
     r"token|^vocab|^merges|^special_|\.(jinja|model|tiktoken|spm|vocab|bpe)$", re.IGNORECASE
@@ -44,7 +42,6 @@ def export_weights(
     keymap: KeyMap,
     get_tensor: GetTensor,
     get_rows: GetRows = lambda name: None,
-    dtype: torch.dtype | None = None,
     half_up: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> int:
@@ -56,7 +53,6 @@ def export_weights(
         get_tensor: Called once for each parameter, block by block in the model's order. The tensor may be
             reused by the next call.
         get_rows: Called before, to get large parameters in pieces instead.
-        dtype: Dtype of all weights; by default each keeps its own. Buffers always keep theirs.
         half_up: How fp32 becomes bf16; see `round_to`.
 
     Raises:
@@ -68,11 +64,10 @@ def export_weights(
         raise ConfigError(
             f"{output_dir} is the original model's folder, which is never written. Name another output_dir."
         )
-    rules = [_with_dtype(rule, keymap, dtype) for rule in keymap.save_rules]
-    tensors = [output for rule in rules for output in rule.outputs]
+    tensors = [output for rule in keymap.save_rules for output in rule.outputs]
     with Staging(output_dir) as staging:
         staging.require_space(sum(tensor.num_bytes for tensor in tensors))
-        copy_sidecars(checkpoint, staging.path, dtype)
+        copy_sidecars(checkpoint, staging.path)
         with (
             ShardWriter(
                 staging.path,
@@ -82,7 +77,7 @@ def export_weights(
             ) as writer,
             torch.no_grad(),
         ):
-            for rule in rules:
+            for rule in keymap.save_rules:
                 if not _write_rows(rule, writer, get_rows, half_up):
                     _write(rule, writer, checkpoint, keymap, get_tensor, half_up)
             writer.finish()
@@ -116,8 +111,8 @@ def round_to(
     result = tensor.to(dtype)
     if dtype == torch.float16 and not torch.equal(result.isfinite(), tensor.isfinite()):
         raise ConfigError(
-            f'"{name}" has values up to {tensor.abs().max():.4g} after training, and fp16 ends at 65504. '
-            "Export with dtype bf16 or fp32."
+            f'"{name}" has values up to {tensor.abs().max():.4g} after training, and fp16, as the original model has it, '
+            "ends at 65504. Convert the original to bf16 or fp32, then export a checkpoint of this run."
         )
     return result
 
@@ -133,34 +128,14 @@ def read_tensor(extent: TensorExtent) -> torch.Tensor:
 
 
 def copy_sidecars(
-    checkpoint: HfCheckpoint,
-    target: Path,
-    dtype: torch.dtype | None = None,
-    *,
-    tokenizer_only: bool = False,
+    checkpoint: HfCheckpoint, target: Path, *, tokenizer_only: bool = False
 ) -> None:
-    """Copy settings, tokenizer, chat templates, licences and code; config.json names a new dtype."""
+    """Copy settings, tokenizer, chat templates, licences and code."""
     for relative in checkpoint.sidecar_files():
         if tokenizer_only and not _TOKENIZER.search(relative.name):
             continue
         (target / relative).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(checkpoint.path / relative, target / relative)
-    if dtype is not None:
-        config = dict(checkpoint.config)
-        name = str(dtype).removeprefix("torch.")
-        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        if config.get(key) != name:
-            config[key] = name
-            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-            (target / "config.json").write_text(text, encoding="utf-8")
-
-
-def _with_dtype(rule: SaveRule, keymap: KeyMap, dtype: torch.dtype | None) -> SaveRule:
-    if dtype is None or rule.rule.inputs[0] in keymap.buffers:
-        return rule
-    name = DTYPE_NAMES[dtype]
-    outputs = tuple(replace(output, dtype=name) for output in rule.outputs)
-    return SaveRule(rule.rule, outputs, rule.places)
 
 
 def _write_rows(rule: SaveRule, writer: ShardWriter, get_rows: GetRows, half_up: bool) -> bool:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from ssdtune.model.checkpoint import HfCheckpoint
 
 ADAPTER = "default"
-
-
+"""What peft calls an adapter unless it is told otherwise."""
 LARGEST_SIZES = {"num_hidden_layers": 10**4, "hidden_size": 10**6, "vocab_size": 10**8}
 """What no model has more of; with mistyped sizes building would take all memory, or never end."""
 

@@ -109,19 +109,6 @@ def test_each_tensor_keeps_its_dtype(tmp_path) -> None:
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"), [(torch.float16, "float16"), (torch.float32, "float32")]
-)
-def test_asked_dtype(tmp_path, dtype: torch.dtype, name: str) -> None:
-    folder = make_checkpoint(tmp_path / "m", "llama", dtype="bfloat16")
-    export(folder, tmp_path / "out", dtype=dtype)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()} == {
-        dtype
-    }
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config == json.loads((folder / "config.json").read_text()) | {"dtype": name}
-
-
 def test_tied_weights_are_stored_once_even_if_the_original_has_both(tmp_path) -> None:
     folder = make_checkpoint(tmp_path / "m", "llama", tied=True)
     tensors = load_file(folder / "model.safetensors")
@@ -147,7 +134,7 @@ def test_persistent_buffers_are_kept(tmp_path) -> None:
     buffer = dict(model.named_buffers())["model.layers.1.mlp.gate.e_score_correction_bias"]
     buffer.copy_(torch.arange(4.0))
     model.save_pretrained(folder)
-    calls = export(folder, tmp_path / "out", dtype=torch.bfloat16)
+    calls = export(folder, tmp_path / "out")
     assert not any("correction" in name for name in calls)
     written = load_file(tmp_path / "out/model.safetensors")
     assert written.keys() == load_file(folder / "model.safetensors").keys()
