@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from ssdtune.errors import CapacityError, ConfigError, FormatError, first_line
+from ssdtune.model.checkpoint import INDEX, PICKLE, PICKLE_INDEX, SINGLE, sidecar_files
 from ssdtune.model.headers import DOWNLOAD_AGAIN
 from ssdtune.model.safetensors_file import DTYPE_NAMES, SafetensorsFile, SavedTensor
 from ssdtune.units import format_disk
 
 logger = logging.getLogger(__name__)
-
-_SINGLE, _INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def convert_bin(folder: Path, convert_dir: Path) -> Path:
@@ -72,9 +71,9 @@ def convert_bin(folder: Path, convert_dir: Path) -> Path:
 
 
 def _shards(folder: Path) -> list[str]:
-    if (folder / _SINGLE).exists():
-        return [_SINGLE]
-    path = folder / _INDEX
+    if (folder / PICKLE).exists():
+        return [PICKLE]
+    path = folder / PICKLE_INDEX
     try:
         shards = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
         names_ok = all(Path(shard).name == shard for shard in shards)
@@ -101,7 +100,7 @@ def _identity(folder: Path, shards: list[str]) -> str:
 def _convert_all(folder: Path, shards: list[str], target: Path) -> None:
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        name = "model.safetensors"
+        name = SINGLE
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = _load(folder / shard)
@@ -116,9 +115,7 @@ def _convert_all(folder: Path, shards: list[str], target: Path) -> None:
         weight_map |= {tensor.name: name for tensor in announced}
     if len(shards) > 1:
         index = {"metadata": {}, "weight_map": weight_map}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    from ssdtune.model.checkpoint import sidecar_files
-
+        (target / INDEX).write_text(json.dumps(index), encoding="utf-8")
     for relative in sidecar_files(folder):
         (target / relative).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / relative, target / relative)
