@@ -8,7 +8,6 @@ what goes in.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -19,6 +18,7 @@ import torch
 
 from ssdtune.errors import CapacityError, ConfigError, StorageError
 from ssdtune.model.safetensors_file import SafetensorsFile, SavedTensor
+from ssdtune.store.durable import fsync
 from ssdtune.units import format_disk
 
 MAX_SHARD_BYTES = 50 * 10**9
@@ -71,7 +71,7 @@ class Staging:
         files.sort(key=lambda path: path.name == self._config_name)
         try:
             for path in files:
-                _sync(path)
+                fsync(path)
             for old in self.output_dir.iterdir():
                 if old.is_file() and self._old.fullmatch(old.name):
                     old.unlink()
@@ -79,7 +79,7 @@ class Staging:
                 target = self.output_dir / path.relative_to(self.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
-            _sync(self.output_dir)
+            fsync(self.output_dir)
         except OSError as error:
             raise StorageError("write", self.output_dir, errno=error.errno or 0) from error
 
@@ -188,11 +188,3 @@ class ShardWriter:
         for file in self._open.values():
             file.close()
         self._open.clear()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,6 @@
 """Files that survive a crash whole or not at all: write aside, sync, rename, sync the directory.
 
-Used for owner records here, for checkpoints by `ssdtune.train`, and for measured figures.
+Used for owner records here, for checkpoints, exports and measured figures elsewhere.
 """
 
 from __future__ import annotations
@@ -46,16 +46,21 @@ def write_text_atomic(path: Path, text: str) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    fsync_dir(path.parent)
+    fsync(path.parent)
 
 
-def fsync_dir(path: Path) -> None:
-    """Make the names in a directory durable.
+def fsync(path: Path) -> None:
+    """Make a file durable, or the names in a directory.
 
     Raises:
-        StorageError: The directory could not be opened or synced.
+        StorageError: It could not be opened or synced.
     """
-    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+    with _storage_errors("sync", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def replace_dir(tmp: Path, final: Path) -> None:
@@ -66,11 +71,11 @@ def replace_dir(tmp: Path, final: Path) -> None:
     """
     for folder, _, names in os.walk(tmp, topdown=False):
         for name in names:
-            _fsync(Path(folder, name), os.O_RDONLY)
-        fsync_dir(Path(folder))
+            fsync(Path(folder, name))
+        fsync(Path(folder))
     with _storage_errors("rename", final):
         tmp.rename(final)
-    fsync_dir(final.parent)
+    fsync(final.parent)
 
 
 def remove_dir(path: Path) -> None:
@@ -86,17 +91,8 @@ def remove_dir(path: Path) -> None:
         if doomed.exists():  # a crash came between
             shutil.rmtree(doomed)
         path.rename(doomed)
-        fsync_dir(path.parent)
+        fsync(path.parent)
         shutil.rmtree(doomed)
-
-
-def _fsync(path: Path, flags: int) -> None:
-    with _storage_errors("sync", path):
-        descriptor = os.open(path, flags | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextlib.contextmanager

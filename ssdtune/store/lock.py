@@ -26,7 +26,7 @@ from typing import Any
 
 from ssdtune.errors import ConfigError
 from ssdtune.store.directories import directory_problem
-from ssdtune.store.durable import fsync_dir, write_json_atomic
+from ssdtune.store.durable import fsync, write_json_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class DirectoryLock:
         self.owner_path.unlink(missing_ok=True)
         self._created = True
         if self.directory.exists():  # or somebody removed all of it
-            fsync_dir(self.directory)
+            fsync(self.directory)
 
     def release(self, *, refused: bool = False) -> None:
         """Let the directory go; may be called twice.

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ssdtune.errors import StorageError
-from ssdtune.store.durable import fsync_dir, remove_dir, replace_dir, write_json_atomic
+from ssdtune.store.durable import fsync, remove_dir, replace_dir, write_json_atomic
 
 
 def test_json_is_replaced_whole(tmp_path):
@@ -36,7 +36,7 @@ def test_failures_name_the_path(tmp_path):
     with pytest.raises(StorageError, match=r"write of .*/none/x\.json failed.*ENOENT"):
         write_json_atomic(tmp_path / "none" / "x.json", 1)
     with pytest.raises(StorageError, match=r"sync of .*/none failed.*ENOENT"):
-        fsync_dir(tmp_path / "none")
+        fsync(tmp_path / "none")
 
 
 def test_a_folder_gets_its_name_with_all_its_content(tmp_path):
