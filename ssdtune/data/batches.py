@@ -46,6 +46,16 @@ class Batch:
         """Labels that the loss is averaged over."""
         return num_learned_tokens(self.labels)
 
+    def part(self, sequences: slice, length: int | None = None) -> Batch:
+        """Return some of its sequences, whole or the first `length` tokens of each; their arrays are views."""
+        where = (sequences, slice(length))
+        optional = (self.position_ids, self.segment_ids)
+        positions, segments = (None if array is None else array[where] for array in optional)
+        return Batch(
+            self.input_ids[where], self.attention_mask[where], self.labels[where], self.rows[sequences],
+            positions, segments,
+        )  # fmt: skip
+
 
 def num_learned_tokens(labels: NDArray[np.int64]) -> int:
     """Count the labels that are learned once they are shifted by one, of [B, S]."""

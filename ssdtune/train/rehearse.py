@@ -285,7 +285,7 @@ def _batch(prepared: Prepared, num_blocks: int, most_flop: float) -> tuple[Batch
     if rows * length > most:
         rows = max(1, most // length)
         length = min(length, max(most, 16))
-        batch = _cut(batch, rows, length)
+        batch = batch.part(slice(rows), length)
     return batch, tokens / (rows * length)
 
 
@@ -319,12 +319,3 @@ def _made_up(prepared: Prepared) -> Batch:
     labels[:, 0] = -100
     return Batch(ids, np.ones_like(ids), labels, list(range(size[0])))
 
-
-def _cut(batch: Batch, rows: int, length: int) -> Batch:
-    where = (slice(0, rows), slice(0, length))
-    optional = (batch.position_ids, batch.segment_ids)
-    positions, segments = (None if array is None else array[where] for array in optional)
-    return Batch(
-        batch.input_ids[where], batch.attention_mask[where], batch.labels[where], batch.rows[:rows],
-        positions, segments,
-    )  # fmt: skip

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,16 +157,8 @@ def compared_part(batch: Batch) -> Batch:
     if count >= sequences:
         return batch
     first = int((batch.labels != IGNORED).any(axis=1).argmax())
-    rows = slice(min(first, sequences - count), min(first, sequences - count) + count)
-
-    def cut(values: NDArray[Any] | None) -> NDArray[Any] | None:
-        return None if values is None else values[rows]
-
-    return replace(
-        batch, input_ids=batch.input_ids[rows], attention_mask=batch.attention_mask[rows],
-        labels=batch.labels[rows], rows=batch.rows[rows], position_ids=cut(batch.position_ids),
-        segment_ids=cut(batch.segment_ids),
-    )  # fmt: skip
+    start = min(first, sequences - count)
+    return batch.part(slice(start, start + count))
 
 
 def _blocks_that_fit(prepared: Prepared, batch: Batch) -> int:
