@@ -243,37 +243,6 @@ class WeightSource:
         with self._lock, torch.no_grad():
             self._stream([job])
 
-    def load_rows(self, name: str, rows: Sequence[int], into: torch.Tensor) -> None:
-        """Fill `into` [len(rows), D] with some rows of a parameter [V, D], such as an embedding's.
-
-        Rows that lie close together in the file are read at once; the order of `rows` is free.
-        """
-        rule = self.keymap.load_rules[self.keymap.canonical(name)]
-        shape = self.keymap.shapes[name]
-        if len(shape) != 2 or into.shape != (len(rows), shape[1]) or not into.is_contiguous():
-            raise ValueError(f'"{name}" {list(shape)}: rows do not fit into {list(into.shape)}')
-        if rows and not 0 <= min(rows) <= max(rows) < shape[0]:
-            raise ValueError(
-                f'"{name}" has rows 0 to {shape[0] - 1}, asked for {min(rows)} to {max(rows)}'
-            )
-        if rule.converter is not None:
-            whole = torch.empty(shape, dtype=into.dtype)
-            self.load([name], {name: whole})
-            with torch.no_grad():
-                into.copy_(whole[list(rows)])
-            return
-        extent = self.checkpoint.tensors[rule.inputs[0]]
-        dtype = TORCH_DTYPES[extent.dtype]
-        row_bytes = shape[1] * dtype.itemsize
-        jobs = [
-            _Job(
-                extent.path, extent.offset + row * row_bytes, row_bytes, dtype, _copy_into(into[i])
-            )
-            for i, row in enumerate(rows)
-        ]
-        with self._lock, torch.no_grad():
-            self._stream(jobs)
-
     def close(self) -> None:
         """Close the files and give the scratch buffers back."""
         with self._lock:

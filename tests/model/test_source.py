@@ -80,21 +80,6 @@ def test_master_weights_are_split_exactly(tmp_path) -> None:
         assert torch.equal(join(high[name], low[name]), reference[name]), name
 
 
-@pytest.mark.parametrize("arch", ["llama", "bloom"])
-def test_rows_of_the_embedding(tmp_path, arch: str) -> None:
-    folder = make_checkpoint(tmp_path / "m", arch, dtype="bfloat16")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    table = model.get_input_embeddings().weight
-    name = next(name for name, parameter in model.named_parameters() if parameter is table)
-    rows = [130, 0, 5, 6, 7, 5]
-    with opened(folder) as all_:
-        into = torch.empty(len(rows), table.shape[1])
-        all_.source.load_rows(name, rows, into)
-        with pytest.raises(ValueError, match="rows 0 to 130, asked for 0 to 131"):
-            all_.source.load_rows(name, [0, 131], into[:2])
-    assert torch.equal(into, table[rows])
-
-
 def test_bytes_are_counted_once_and_the_folder_stays(tmp_path) -> None:
     folder = make_checkpoint(tmp_path / "m", "llama", tied=True, sharded=True)
     before = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
