@@ -14,7 +14,7 @@ import torch
 
 from ssdtune.model.blocks import BlockModel
 from ssdtune.model.build import BuiltModel
-from ssdtune.model.loss import loss_by_chunks
+from ssdtune.model.loss import IGNORED, loss_by_chunks
 
 if TYPE_CHECKING:
     from ssdtune.model.keys import KeyMap
@@ -73,7 +73,7 @@ def loss_in_pieces(
         hidden = entry.hidden
         for number, call in enumerate(entry.calls):
             hidden = blocks.run_block(number, weights, call, hidden)
-        learned = int((labels[:, 1:] != -100).sum())
+        learned = int((labels[:, 1:] != IGNORED).sum())
         loss = loss_by_chunks(
             lambda piece: blocks.logits(weights, piece),
             hidden,

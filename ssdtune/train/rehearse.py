@@ -24,6 +24,7 @@ from ssdtune.device.base import Device
 from ssdtune.errors import SsdtuneError
 from ssdtune.hardware.stream import Clock
 from ssdtune.io.buffers import BufferPool
+from ssdtune.model.loss import IGNORED
 from ssdtune.optim.adamw import join_master, split_master
 from ssdtune.plan.device_memory import device_bytes
 from ssdtune.plan.generate import Piece, StageShape, StepShape
@@ -316,6 +317,6 @@ def _made_up(prepared: Prepared) -> Batch:
     vocabulary = prepared.built.model.config.get_text_config().vocab_size
     ids = np.random.default_rng(0).integers(0, vocabulary, size)
     labels = ids.copy()
-    labels[:, 0] = -100
+    labels[:, 0] = IGNORED
     return Batch(ids, np.ones_like(ids), labels, list(range(size[0])))
 

@@ -256,7 +256,7 @@ def _drop_page_cache(prepared: Prepared) -> None:
 
 def _mean_loss(model: torch.nn.Module, batch: Batch) -> float:
     """Return the mean loss of a batch; rows that were packed run apart, as if each had been alone."""
-    learned = int((batch.labels[:, 1:] != IGNORED).sum())
+    learned = batch.num_learned_tokens
     model.eval()
     total = 0.0
     with torch.no_grad():
