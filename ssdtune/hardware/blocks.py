@@ -11,7 +11,8 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,41 +171,19 @@ def _measure_shape(
     blocks, number = _build(config, device)
     parameters, active = _sizes(blocks, number, config)
     for name in names:
-        free = device.memory().free_bytes
-        needed = parameters * COMPUTE_DTYPES[name].itemsize * 2
-        if needed > free // 2:
+        dtype = COMPUTE_DTYPES[name]
+        needed = parameters * dtype.itemsize * 2
+        if needed > device.memory().free_bytes // 2:
             notes.append(
                 f"{name}: not measured, weights and gradients take {format_memory(needed)}"
             )
             continue
-        runner = _Runner(blocks, number, COMPUTE_DTYPES[name], device, clock)
-        start, last = clock(), 0.0
-        for count in tokens:
-            sequence = min(count, SEQUENCE)
-            flop = _forward_flop(active, count, sequence, config)
-            left = seconds / len(names) - (clock() - start)
-            expected = last * count / (points[-1].tokens if points and last else count)
-            if last and 2.5 * expected > left:  # a first run that isn't counted, one that is
-                notes.append(
-                    f"{name}: micro-batches from {count} tokens on would take too long to measure"
-                )
-                break
-            try:
-                forward, backward = runner.run(count // sequence, sequence, left / 3)
-            except (RuntimeError, MemoryError) as error:  # memory, or no kernel for this dtype
-                notes.append(f"{name}, {count} tokens: {first_line(error)}")
-                break
-            last = forward + backward
-            points.append(
-                BlockPoint(
-                    dtype=name,
-                    sequences=count // sequence,
-                    sequence=sequence,
-                    forward_s=forward,
-                    backward_s=backward,
-                    forward_flop=flop,
-                )
-            )
+        runner = _Runner(blocks, number, dtype, device, clock)
+        found, note = _measure_dtype(
+            runner, name, tokens, seconds / len(names), partial(_forward_flop, active, config)
+        )
+        points += found
+        notes += [note] if note else []
     return BlockProfile(
         shape=shape,
         digest=digest,
@@ -215,6 +194,48 @@ def _measure_shape(
         points=tuple(points),
         notes=tuple(notes),
     )
+
+
+def _measure_dtype(
+    runner: _Runner,
+    name: str,
+    tokens: Sequence[int],
+    seconds: float,
+    forward_flop: Callable[[int, int], float],
+) -> tuple[list[BlockPoint], str]:
+    """Return the figures in one dtype, by size of micro-batch, and what was left out; "" if nothing was.
+
+    Args:
+        forward_flop: Of so many tokens in sequences of a length.
+    """
+    points: list[BlockPoint] = []
+    start = runner.clock()
+    for count in tokens:
+        sequence = min(count, SEQUENCE)
+        left = seconds - (runner.clock() - start)
+        if points:
+            last = points[-1]
+            expected = (last.forward_s + last.backward_s) * count / last.tokens
+            if 2.5 * expected > left:  # a first run that isn't counted, one that is
+                return (
+                    points,
+                    f"{name}: micro-batches from {count} tokens on would take too long to measure",
+                )
+        try:
+            forward, backward = runner.run(count // sequence, sequence, left / 3)
+        except (RuntimeError, MemoryError) as error:  # memory, or no kernel for this dtype
+            return points, f"{name}, {count} tokens: {first_line(error)}"
+        points.append(
+            BlockPoint(
+                dtype=name,
+                sequences=count // sequence,
+                sequence=sequence,
+                forward_s=forward,
+                backward_s=backward,
+                forward_flop=forward_flop(count, sequence),
+            )
+        )
+    return points, ""
 
 
 def _build(config: Any, device: Device) -> tuple[BlockModel, int]:
@@ -247,7 +268,7 @@ def _sizes(blocks: BlockModel, number: int, config: Any) -> tuple[int, int]:
     return total, active_parameters(config.get_text_config(), shapes)
 
 
-def _forward_flop(active: int, tokens: int, sequence: int, config: Any) -> float:
+def _forward_flop(active: int, config: Any, tokens: int, sequence: int) -> float:
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", 0) or 0
     head_size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
@@ -262,7 +283,7 @@ class _Runner:
     ) -> None:
         import torch
 
-        self._blocks, self._number, self._device, self._clock = blocks, number, device, clock
+        self._blocks, self._number, self._device, self.clock = blocks, number, device, clock
         self._on = {"dtype": dtype, "device": device.torch_device}
         self._weights: dict[str, torch.Tensor] = {}
         for part in blocks.layout.stages[f"block.{number}"].parts:
@@ -281,8 +302,8 @@ class _Runner:
         leaves = [hidden, *self._weights.values()]
         forwards: list[float] = []
         backwards: list[float] = []
-        start = self._clock()
-        while len(forwards) < 2 or self._clock() - start < seconds:
+        start = self.clock()
+        while len(forwards) < 2 or self.clock() - start < seconds:
             with torch.no_grad():
                 forwards.append(self._timed(lambda: self._forward(call, hidden))[0])
             output = self._forward(call, hidden)
@@ -310,7 +331,7 @@ class _Runner:
 
     def _timed(self, work: Any) -> tuple[float, Any]:
         self._device.record().wait()
-        start = self._clock()
+        start = self.clock()
         result = work()
         self._device.record().wait()
-        return max(self._clock() - start, 1e-9), result
+        return max(self.clock() - start, 1e-9), result
