@@ -71,6 +71,11 @@ class Part:
         """Bytes of the weights."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def num_parameters(self) -> int:
+        """Elements of its tensors, without padding."""
+        return sum(spec.numel for spec in self.tensors)
+
     def view(self, flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         """Return one tensor's view of the part's flat array [N] of any dtype."""
         return flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
@@ -84,9 +89,9 @@ class Stage:
     parts: tuple[Part, ...]
 
     @property
-    def trained(self) -> bool:
-        """Say whether anything of the stage is trained."""
-        return any(part.trained for part in self.parts)
+    def num_parameters(self) -> int:
+        """Elements of all its tensors."""
+        return sum(part.num_parameters for part in self.parts)
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def _export_bytes(prepared: Prepared) -> int:
         if prepared.checkpoint.tensors:
             return prepared.checkpoint.num_bytes
         return 2 * prepared.built.keymap.num_parameters  # planned from a config.json: bf16
-    return sum(4 * spec.numel for part in prepared.layout.trained_parts for spec in part.tensors)
+    return sum(4 * part.num_parameters for part in prepared.layout.trained_parts)
 
 
 def _mean_inputs_bytes(prepared: Prepared) -> int | None:

@@ -609,8 +609,8 @@ def summary_lines(
         processor: What computes on another machine that has no card; by default the device of this one.
     """
     layout, plan = prepared.layout, prepared.memory
-    total = sum(spec.numel for part in layout.parts for spec in part.tensors)
-    trained = sum(spec.numel for part in layout.trained_parts for spec in part.tensors)
+    total = sum(part.num_parameters for part in layout.parts)
+    trained = sum(part.num_parameters for part in layout.trained_parts)
     streamed = [part.name for part in prepared.parts if part.name not in plan.resident]
     kept = len(prepared.parts) - len(streamed)
     card = prepared.limits.device

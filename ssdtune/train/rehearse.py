@@ -293,11 +293,8 @@ def _batch(prepared: Prepared, num_blocks: int, most_flop: float) -> tuple[Batch
 def _parameters(prepared: Prepared) -> tuple[int, int]:
     """Return the parameters of the head, and of a block."""
     layout = prepared.layout
-    sizes = {
-        name: sum(spec.numel for part in stage.parts for spec in part.tensors)
-        for name, stage in layout.stages.items()
-    }
-    return sum(sizes[stage] for stage in layout.head_stages), sizes["block.0"]
+    head = sum(layout.stages[stage].num_parameters for stage in layout.head_stages)
+    return head, layout.stages["block.0"].num_parameters
 
 
 def _typical(prepared: Prepared) -> tuple[Batch, float]:
