@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssdtune.optim.codes import CODE_BLOCK, decode, encode, num_scales
+from ssdtune.optim.codes import decode, encode, num_scales
 from ssdtune.optim.rounding import random_bits, round_to_bfloat16, rounding_key
+from ssdtune.plan.states import CODE_BLOCK
 
 PIECE = 1 << 16
 """Elements that the numpy form works on at a time, to stay in the processor's cache."""

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-CODE_BLOCK = 256
-"""Elements with a common scale."""
+from ssdtune.plan.states import CODE_BLOCK
 
 _SIGNED_ZERO = 127  # the signed code of 0
 _DECADES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)

@@ -12,21 +12,8 @@ from dataclasses import dataclass
 
 from ssdtune.plan.generate import EMBED, HEAD
 from ssdtune.plan.residency import PartSize
+from ssdtune.plan.states import GRADIENT, STATE_KINDS, extent_bytes
 
-EXTENT_ALIGNMENT = 4096
-"""Every state of every part lies on the drive in a multiple of this many bytes."""
-
-STATE_KINDS = {
-    "weights": "weights",
-    "low": "master",
-    "exp_avg": "moments",
-    "exp_avg_sq": "moments",
-    "exp_avg_scale": "moments",
-    "exp_avg_sq_scale": "moments",
-    "gradient": "gradients",
-    "inputs": "activations",
-}
-"""What the metrics call the traffic of each state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,18 +103,13 @@ class Traffic:
         return sum(self.written.values())
 
 
-def extent_bytes(num_bytes: int) -> int:
-    """Return the room on the drive for a state of this size."""
-    return -(-num_bytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
-
-
 def state_bytes(part: PartSize) -> dict[str, int]:
     """Return the room on the drive of each versioned state of a part; none for a frozen one.
 
     12 bytes per element: a split master is two halves of 2 bytes, a whole one 4, and each moment is 4. Without
     masters 10, with moments of 8 bits 6 less.
     """
-    return {state: extent_bytes(size) for state, size in part.states.items()}
+    return {state.name: state.nbytes(part.numel) for state in part.states}
 
 
 def disk_need(parts: Sequence[PartSize], run: RunShape) -> DiskNeed:
@@ -255,7 +237,7 @@ def run_written_bytes(
 
 def _gradient_bytes(parts: Sequence[PartSize], stages: Collection[str]) -> int:
     waiting = [part for part in parts if part.trained and part.stage in stages]
-    return sum(extent_bytes(4 * part.numel) for part in waiting)
+    return sum(GRADIENT.nbytes(part.numel) for part in waiting)
 
 
 def _inputs_bytes(run: RunShape, num_blocks: int) -> int:

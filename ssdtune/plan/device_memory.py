@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ssdtune.errors import CapacityError
 from ssdtune.plan.generate import EMBED, HEAD, OUTER, end_slots
+from ssdtune.plan.states import extent_bytes
 from ssdtune.units import MIB, format_memory
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ FREE_SHARE = 0.95
 """Of what is free on a card; the rest is for a display and other programs' growth."""
 GRADIENT_SLOTS = 2
 """One is added to while the other leaves for the host."""
-PIECE_ALIGNMENT = 4096
-"""Every part begins at a multiple of this in a weight slot."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ def slot_bytes(parts: Sequence[PartSize], compute: ComputeSize, plan: MemoryPlan
     weights: dict[str, int] = {}
     gradients: dict[str, int] = {}
     for part in parts:
-        aligned = -(-part.weight_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        weights[part.stage] = weights.get(part.stage, 0) + aligned
+        # Every part begins on a page.
+        weights[part.stage] = weights.get(part.stage, 0) + extent_bytes(part.weight_bytes)
         if part.trained:
             gradients[part.stage] = gradients.get(part.stage, 0) + 4 * part.numel
     return {

@@ -7,7 +7,6 @@ their backward pass. `ssdtune.plan.search` tries other proportions on the simula
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -20,6 +19,7 @@ from ssdtune.plan.device_memory import (
     device_bytes,
     refusal,
 )
+from ssdtune.plan.states import StateShape, chunk_numel, chunk_slot_bytes, states_of
 from ssdtune.units import MIB, format_memory
 
 SOURCE_SCRATCH_BYTES = 32 * MIB
@@ -29,10 +29,6 @@ CHUNK_BYTES = 16 * MIB
 """Of an fp32 state, where neither user nor planner chose."""
 LEAST_CHUNK_BYTES = 4 * MIB
 """Of an fp32 state, where memory is so short that the planner makes pieces smaller by itself."""
-CHECK_BYTES = 1 << 20
-"""Largest piece of a state that has a checksum of its own in the store."""
-CODED_PIECE = 1 << 18
-"""Elements whose scales, one of 4 bytes for 256, fill 4096 bytes."""
 RESERVE_BYTES = 24 * MIB
 """What kernels take at their first use: their code, read from its files, and threads. Measured: 17 to 28 MiB with models
 of up to 3 million parameters."""
@@ -42,42 +38,6 @@ SLACK_SHARE = 1 / 10
 MOST_SLACK_BYTES = 24 * MIB
 CARD_RESERVE_BYTES = 192 * MIB
 """The same where a card computes: its driver and libraries take host memory too."""
-
-
-def check_bytes_of(chunk_bytes: int, *, coded: bool = False) -> int:
-    """Return the piece that has a checksum: it divides the chunks of the narrowest state, and so of all.
-
-    Args:
-        coded: Moments have 8 bits, and so scales of 4 bytes for 256 elements; else no state has less than 2 bytes
-            for each.
-    """
-    if coded:
-        return math.gcd(max(chunk_bytes // 4 // CODED_PIECE, 1) * 4096, CHECK_BYTES)
-    half_chunk = max(chunk_bytes // 4 // 2048, 1) * 2048 * 2
-    return math.gcd(half_chunk, CHECK_BYTES)
-
-
-def chunk_numel(chunk_bytes: int, check_bytes: int | None = None, *, coded: bool = False) -> int:
-    """Return the elements of a piece that the optimizer works on: whole pieces with a checksum.
-
-    Args:
-        chunk_bytes: Bytes of an fp32 state.
-        check_bytes: Of the store, whose size a resumed run takes over; by default that of a new one.
-        coded: Moments have 8 bits.
-    """
-    check_bytes = check_bytes or check_bytes_of(chunk_bytes, coded=coded)
-    piece = check_bytes * CODED_PIECE // 4096 if coded else check_bytes // 2
-    return max(-(-chunk_bytes // 4 // piece), 1) * piece
-
-
-def chunk_slot_bytes(part: PartSize, numel: int, *, with_gradient: bool) -> int:
-    """Return what a piece of a part takes besides its weights: its states, and a gradient from SSD (4 each)."""
-    sizes = [
-        -(-size * numel // part.numel // 4096) * 4096
-        for name, size in part.states.items()
-        if name != "weights"
-    ]
-    return sum(sizes) + 4 * numel * with_gradient
 
 
 @dataclass(frozen=True)
@@ -102,23 +62,17 @@ class PartSize:
     stored_as_is: bool = False
 
     @property
-    def states(self) -> dict[str, int]:
-        """Bytes of each state on SSD; none of a frozen part."""
+    def states(self) -> tuple[StateShape, ...]:
+        """Its states on SSD; none of a frozen part."""
         if not self.trained:
-            return {}
-        sizes = {"weights": self.weight_bytes}
-        if self.split:
-            sizes["low"] = 2 * self.numel
-        for name in ("exp_avg", "exp_avg_sq"):
-            sizes[name] = (1 if self.coded else 4) * self.numel
-            if self.coded:
-                sizes[f"{name}_scale"] = 4 * -(-self.numel // 256)
-        return sizes
+            return ()
+        return states_of(self.weight_bytes // self.numel, split=self.split, coded=self.coded)
 
     @property
     def state_bytes(self) -> int:
         """Weights and optimizer state, all of which a resident part keeps in memory."""
-        return sum(self.states.values()) if self.trained else self.weight_bytes
+        sizes = [state.size(self.numel) for state in self.states]
+        return sum(sizes) if self.trained else self.weight_bytes
 
 
 @dataclass(frozen=True)
@@ -431,7 +385,7 @@ class _Planner:
             if part.trained and part.stage in plan.gradients_on_ssd:
                 continue
             here = [(p.weight_bytes, p.name in plan.resident) for p in self.by_stage[part.stage]]
-            alike = (_class(part.stage), part.states, here)
+            alike = (_class(part.stage), part.numel, part.states, here)
             if alike not in refused:
                 wider = self._if_fits(plan, resident=plan.resident | {part.name})
                 plan, refused = wider, [*refused, alike] if wider is plan else []
@@ -537,7 +491,7 @@ class _Planner:
             waits = any(part.stage in plan.gradients_on_ssd for part in streamed)
             if streamed:
                 numel = min(chunk, streamed[0].numel)
-                chunks.append(chunk_slot_bytes(streamed[0], numel, with_gradient=waits))
+                chunks.append(chunk_slot_bytes(streamed[0].states, numel, with_gradient=waits))
         stay = (
             plan.staying_inputs(len(self.blocks)) * compute.num_micro_batches * compute.input_bytes
         )

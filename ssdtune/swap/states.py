@@ -1,12 +1,4 @@
-"""Which states a trained part has, by the precision options: the weights, what makes them exact, and two moments.
-
-| options | states |
-|---|---|
-| fp32 | weights, exp_avg, exp_avg_sq |
-| bf16 | weights, low (the lower halves of exact fp32 masters), exp_avg, exp_avg_sq |
-| bf16 without masters | weights (rounded stochastically), exp_avg, exp_avg_sq |
-| 8-bit moments | exp_avg and exp_avg_sq as codes of a byte, and a scale for 256 elements of each |
-"""
+"""Which states a trained part has, by the precision options, with their dtypes; `ssdtune.plan.states` has the table."""
 
 from __future__ import annotations
 
@@ -17,36 +9,27 @@ from types import MappingProxyType
 
 import torch
 
-from ssdtune.io.buffers import aligned_size
 from ssdtune.model.layout import Part
-from ssdtune.optim.codes import CODE_BLOCK
+from ssdtune.plan import states as plan_states
+from ssdtune.plan.states import StateShape, states_of
+
+_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
+"""Dtypes of states that are not weights: codes, lower halves, moments and scales."""
 
 
 @dataclass(frozen=True)
-class State:
-    """One state of a part.
+class State(StateShape):
+    """One state of a part."""
 
-    Attributes:
-        block: Elements of the part for which there is one number.
-        kind: What the metrics call its traffic.
-    """
-
-    name: str
     dtype: torch.dtype
-    block: int
-    kind: str
 
-    def numel(self, elements: int) -> int:
-        """Return the numbers for so many elements of the part."""
-        return -(-elements // self.block)
+    @classmethod
+    def of(cls, shape: StateShape, dtype: torch.dtype | None = None) -> State:
+        """Return the state of a shape; by default with the dtype of those that are not weights."""
+        return cls(shape.name, shape.itemsize, shape.block, dtype or _BY_SIZE[shape.itemsize])
 
-    def nbytes(self, elements: int) -> int:
-        """Return the bytes of a range of so many elements that begins on a piece, rounded up for direct I/O."""
-        return aligned_size(self.numel(elements) * self.dtype.itemsize)
 
-    def offset(self, start: int) -> int:
-        """Return where in the state a range of the part begins, in bytes."""
-        return start // self.block * self.dtype.itemsize
+GRADIENT = State.of(plan_states.GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -77,13 +60,6 @@ class Precision:
 
 @functools.cache
 def _states(dtype: torch.dtype, split: bool, coded_moments: bool) -> Mapping[str, State]:
-    found = [State("weights", dtype, 1, "weights")]
-    if split:
-        found.append(State("low", torch.int16, 1, "master"))
-    for name in ("exp_avg", "exp_avg_sq"):
-        if coded_moments:
-            found.append(State(name, torch.uint8, 1, "moments"))
-            found.append(State(f"{name}_scale", torch.float32, CODE_BLOCK, "moments"))
-        else:
-            found.append(State(name, torch.float32, 1, "moments"))
-    return MappingProxyType({state.name: state for state in found})
+    weights, *others = states_of(dtype.itemsize, split=split, coded=coded_moments)
+    states = [State.of(weights, dtype), *map(State.of, others)]
+    return MappingProxyType({state.name: state for state in states})

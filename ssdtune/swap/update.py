@@ -23,12 +23,12 @@ from ssdtune.io.buffers import BufferPool
 from ssdtune.io.tickets import Tickets
 from ssdtune.model.layout import ModelLayout, Part
 from ssdtune.optim.adamw import adamw_
-from ssdtune.optim.codes import CODE_BLOCK, num_scales
-from ssdtune.plan.residency import MemoryPlan, chunk_numel
+from ssdtune.optim.codes import num_scales
+from ssdtune.plan.residency import MemoryPlan
+from ssdtune.plan.states import CODE_BLOCK, chunk_numel, chunk_slot_bytes
 from ssdtune.swap.manager import SwapManager, as_bytes
-from ssdtune.swap.states import Precision, State
+from ssdtune.swap.states import GRADIENT, Precision, State
 
-_GRADIENT = State("gradient", torch.float32, 1, "gradients")
 _PER_ELEMENT = ("weights", "low", "exp_avg", "exp_avg_sq", "gradient")
 _PER_BLOCK = ("exp_avg_scale", "exp_avg_sq_scale")
 
@@ -128,11 +128,10 @@ class OutOfCoreAdam:
         }
         size = max(
             (
-                sum(
-                    state.nbytes(piece.stop - piece.start)
-                    for state in self._others(piece.part)
-                    if state is not _GRADIENT or stage in swap.plan.gradients_on_ssd
-                )
+                chunk_slot_bytes(
+                    swap.precision.states(piece.part).values(), piece.stop - piece.start,
+                    with_gradient=stage in swap.plan.gradients_on_ssd,
+                )  # fmt: skip
                 for stage, pieces in self.pieces.items()
                 for piece in pieces
                 if piece.streamed
@@ -284,10 +283,10 @@ class OutOfCoreAdam:
     def _others(self, part: Part) -> list[State]:
         """Return what lies in a chunk slot of a part, the gradient last."""
         states = self._swap.precision.states(part)
-        return [*(state for name, state in states.items() if name != "weights"), _GRADIENT]
+        return [*(state for name, state in states.items() if name != "weights"), GRADIENT]
 
     def _kinds(self, part: Part) -> dict[str, State]:
-        return {**self._swap.precision.states(part), "gradient": _GRADIENT}
+        return {**self._swap.precision.states(part), "gradient": GRADIENT}
 
     def _compute(
         self, segments: list[_Segment], states: dict[str, torch.Tensor], piece: PartPiece,

@@ -16,8 +16,9 @@ from ssdtune.hardware.figures import DirectoryProfile, DriveFacts
 from ssdtune.hardware.place import drives_of
 from ssdtune.io.buffers import aligned_size
 from ssdtune.io.mounts import existing_parent, kind_warning, mount_of
-from ssdtune.plan.budget import RunShape, extent_bytes, run_written_bytes, step_traffic
+from ssdtune.plan.budget import RunShape, run_written_bytes, step_traffic
 from ssdtune.plan.estimate import Estimate, estimate
+from ssdtune.plan.states import extent_bytes
 from ssdtune.plan.wear import DriveLife, Rating, rate_drives
 from ssdtune.store.claim import space_needs
 from ssdtune.store.directories import resolve_directories

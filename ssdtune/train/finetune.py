@@ -37,7 +37,7 @@ from ssdtune.model.rotary import set_longest_rows
 from ssdtune.model.source import WeightSource
 from ssdtune.optim.adamw import join_master, split_master
 from ssdtune.optim.loss_scale import LossScale
-from ssdtune.plan.residency import check_bytes_of
+from ssdtune.plan.states import check_bytes_of
 from ssdtune.report.accuracy import compare
 from ssdtune.report.critical import verdict
 from ssdtune.report.metrics import MetricsWriter

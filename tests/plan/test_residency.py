@@ -24,11 +24,9 @@ from ssdtune.plan.residency import (
     MemoryPlan,
     PartSize,
     Proportions,
-    check_bytes_of,
-    chunk_numel,
-    chunk_slot_bytes,
     plan_memory,
 )
+from ssdtune.plan.states import check_bytes_of, chunk_numel, chunk_slot_bytes
 from ssdtune.units import MIB, format_memory
 
 PAGE = 2048
@@ -438,9 +436,9 @@ def test_states_of_a_piece(split: bool, coded: bool, gradient: bool) -> None:
     assert part.state_bytes == (2 + each) * numel
     for size in (numel, numel // 4):
         wanted = (each + 4 * gradient) * size
-        assert chunk_slot_bytes(part, size, with_gradient=gradient) == wanted
+        assert chunk_slot_bytes(part.states, size, with_gradient=gradient) == wanted
     scales = 2 * 4096 if coded else 0
-    small = chunk_slot_bytes(part, 2 * PAGE, with_gradient=False)
+    small = chunk_slot_bytes(part.states, 2 * PAGE, with_gradient=False)
     assert small == 2 * PAGE * (2 * split + (2 if coded else 8)) + scales
 
 
