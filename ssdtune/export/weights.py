@@ -127,9 +127,7 @@ def read_tensor(extent: TensorExtent) -> torch.Tensor:
     return flat.view(extent.shape)
 
 
-def copy_sidecars(
-    checkpoint: HfCheckpoint, target: Path, *, tokenizer_only: bool = False
-) -> None:
+def copy_sidecars(checkpoint: HfCheckpoint, target: Path, *, tokenizer_only: bool = False) -> None:
     """Copy settings, tokenizer, chat templates, licences and code."""
     for relative in checkpoint.sidecar_files():
         if tokenizer_only and not _TOKENIZER.search(relative.name):

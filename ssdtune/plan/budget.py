@@ -15,7 +15,6 @@ from ssdtune.plan.residency import PartSize
 from ssdtune.plan.states import GRADIENT, STATE_KINDS, extent_bytes
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
     """What a run's needs depend on besides the parts.

@@ -129,9 +129,10 @@ class OutOfCoreAdam:
         size = max(
             (
                 chunk_slot_bytes(
-                    swap.precision.states(piece.part).values(), piece.stop - piece.start,
+                    swap.precision.states(piece.part).values(),
+                    piece.stop - piece.start,
                     with_gradient=stage in swap.plan.gradients_on_ssd,
-                )  # fmt: skip
+                )
                 for stage, pieces in self.pieces.items()
                 for piece in pieces
                 if piece.streamed

@@ -316,4 +316,3 @@ def _made_up(prepared: Prepared) -> Batch:
     labels = ids.copy()
     labels[:, 0] = IGNORED
     return Batch(ids, np.ones_like(ids), labels, list(range(size[0])))
-
