@@ -25,13 +25,13 @@ def longest_rows(model: nn.Module) -> dict[str, int]:
 
 
 def set_longest_rows(model: nn.Module, lengths: Mapping[str, int]) -> None:
-    """Let a model make the frequencies that it had when `longest_rows` returned these lengths."""
+    """Let a model make the frequencies that it had when `longest_rows` returned these lengths; without any, its first ones."""
     for path, module, layer_type in _dynamic(model):
-        length = lengths.get(f"{path} {layer_type}".rstrip())
-        if length is not None:
-            device = next(module.buffers()).device
+        device = next(module.buffers()).device
+        kind = {"layer_type": layer_type} if layer_type else {}
+        # A short row takes back what longer ones, such as those that planning counts with, have left.
+        for length in (1, lengths.get(f"{path} {layer_type}".rstrip(), 1)):
             last = torch.tensor([[length - 1]], device=device)
-            kind = {"layer_type": layer_type} if layer_type else {}
             module(torch.empty(0, device=device), last, **kind)
 
 

@@ -468,11 +468,10 @@ class _Run:
             speculation=Speculation(always=training.clipping == "speculative"),
             watch=self._watch(), kept_memory=self._kept_memory(stack),
         )  # fmt: skip
-        if self.resumed:
-            state = self.resumed[1]
-            set_longest_rows(prepared.blocks.model, state.longest_rows)
-            if engine.loss_scale and state.loss_scale:
-                engine.loss_scale = LossScale.from_dict(state.loss_scale)
+        rows = self.resumed[1].longest_rows if self.resumed else {}
+        set_longest_rows(prepared.blocks.model, rows)
+        if self.resumed and engine.loss_scale and (kept := self.resumed[1].loss_scale):
+            engine.loss_scale = LossScale.from_dict(kept)
         return swap, adam, engine
 
     def _kept_memory(self, stack: ExitStack) -> KeptMemory | None:

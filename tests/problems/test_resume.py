@@ -14,7 +14,16 @@ import pytest
 from ssdtune import finetune
 from ssdtune.errors import ConfigError, FormatError, Interrupted, SsdtuneError
 from ssdtune.train.engine import Engine
-from tests.equality.harness import Streamed, assert_same_bits, hash_folder, read_run, stream
+from tests.equality.harness import (
+    TRAINING,
+    Streamed,
+    assert_matches,
+    assert_same_bits,
+    hash_folder,
+    read_run,
+    stream,
+)
+from tests.equality.reference import train_in_memory
 from tests.problems.process import command, run, settings_for
 from tests.toy import make_checkpoint, make_rows, write_rows
 
@@ -274,19 +283,19 @@ def test_the_seed_decides(plain: tuple[Path, Streamed], tmp_path: Path) -> None:
 
 
 def test_rotary_frequencies_that_grow_with_rows_are_those_before(tmp_path: Path) -> None:
-    """With dynamic scaling a row of 30 tokens changes what later rows of 20 give."""
+    """With dynamic scaling a row of 30 tokens changes what later rows give, and none that come before it."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = make_checkpoint(
-        tmp_path / "model", "llama", max_position_embeddings=16, rope_parameters=rope
-    )
-    rows = [make_rows(tmp_path / "rows.jsonl", 1, lengths=(n, n), seed=n)[0] for n in (30, 20, 21)]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    settings = {"max_steps": 3, "save_steps": 1, "save_total_limit": 3}
-    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    whole = stream(model, tmp_path / "rows.jsonl", tmp_path / "out", settings)
+    sizes = {"max_position_embeddings": 16, "rope_parameters": rope}
+    model = make_checkpoint(tmp_path / "model", "llama", **sizes)
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    rows = [make_rows(path, 1, lengths=(n, n), seed=n)[0] for n in (20, 30, 21)]
+    write_rows(path, rows)
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    saving = {"save_steps": 1, "save_total_limit": 3, "num_train_epochs": 1}
+    whole = stream(model, path, out, settings | saving)
+    one_epoch = TRAINING | settings | {"num_train_epochs": 1}
+    assert_matches(whole, train_in_memory(model, rows, one_epoch))
     losses, bits = whole.series("loss"), whole.bits()
-    settings["resume_from_checkpoint"] = str(tmp_path / "out/checkpoint-1")
-    again = stream(model, tmp_path / "rows.jsonl", tmp_path / "out", settings)
+    checkpoint = str(out / "checkpoint-2")
+    again = stream(model, path, out, settings | saving | {"resume_from_checkpoint": checkpoint})
     assert (again.series("loss"), again.bits()) == (losses, bits)
-    state = json.loads((tmp_path / "out/checkpoint-3/trainer_state.json").read_text())
-    assert list(state["longest_rows"].values()) == [30]
