@@ -681,7 +681,7 @@ def check_memory(bench: Bench) -> dict[str, Any]:
 
 
 def check_drives(bench: Bench) -> dict[str, Any]:
-    """Rates of drive, memory, AdamW, link and compute: ssdtune's quick profile."""
+    """Rates of drive, memory, AdamW, link and compute, and of the ways to the card: ssdtune's quick profile."""
     import dataclasses
 
     import ssdtune
@@ -700,7 +700,14 @@ def check_drives(bench: Bench) -> dict[str, Any]:
     bench.profile = ssdtune.profile(
         [bench.folder], model=str(bench.model("large", bench.size.large)), **options
     )
-    return dataclasses.asdict(bench.profile.rates())
+    ways = {
+        f"{way.backend}{' to the card' * way.to_card}": {
+            "read_bytes_per_s": way.read_bytes_per_s,
+            "mixed_bytes_per_s": way.mixed_bytes_per_s,
+        }
+        for way in bench.profile.directories[0].ways or ()
+    }
+    return dataclasses.asdict(bench.profile.rates()) | ways
 
 
 def check_kvikio(bench: Bench) -> dict[str, Any]:
