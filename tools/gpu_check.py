@@ -452,11 +452,13 @@ def check_bits(bench: Bench) -> dict[str, Any]:
         "all streamed": {},
         "the same again": {},
         "all in memory": {"host_cache": "8GiB"},
-        "inputs in memory": {"activations": "host"},
+        "inputs on the card": {"activations": "device"},
+        "inputs in host memory": {"activations": "host"},
         "inputs on ssd": {"activations": "ssd"},
         "recomputed": {"recompute": "always"},
         "activations kept": {"recompute": "never"},
         "products kept": {"recompute": "cheap"},
+        "products in host memory": {"recompute": "cheap", "activations": "host"},
         "products on ssd": {"recompute": "cheap", "activations": "ssd"},
         "read far ahead": {"prefetch_depth": 3},
         "little memory of the card": {"gpu_memory": "750MiB", "prefetch_depth": 0},
@@ -471,7 +473,7 @@ def check_bits(bench: Bench) -> dict[str, Any]:
             "all streamed",
             "the same again",
             "all in memory",
-            "inputs in memory",
+            "inputs in host memory",
             "backend python",
         )
         variants = {name: variants[name] for name in few}
@@ -633,6 +635,7 @@ def check_memory(bench: Bench) -> dict[str, Any]:
         "inputs on ssd": {"host_cache": 0, "activations": "ssd"},
         "activations kept": {"host_cache": None, "recompute": "never"},
         "products kept": {"host_cache": None, "recompute": "cheap"},
+        "activations in host memory": {"host_cache": 0, "activations": "host", "recompute": "never"},
         "activations on ssd": {"host_cache": 0, "activations": "ssd", "recompute": "never"},
     }
     if settings["dtype"] == "fp16":  # runs blocks again

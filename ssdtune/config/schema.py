@@ -219,8 +219,9 @@ class MemoryConfig:
     )  # fmt: skip
     activations: str = setting(
         "auto",
-        "where what blocks need for their backward pass waits",
-        choices=("auto", "host", "ssd"),
+        "where what blocks need for their backward pass waits: on the card that computes (device), in host memory or on "
+        "SSD; on a CPU the first two are the same",
+        choices=("auto", "device", "host", "ssd"),
     )
     recompute: str = setting(
         "auto",

@@ -20,9 +20,8 @@ class RunShape:
     """What a run's needs depend on besides the parts.
 
     Attributes:
-        num_blocks: Blocks of the model; of these `num_kept` keep their activations, and need no input, and
-            `num_swapped` let them go to SSD.
-        swapped_bytes: What goes to SSD of all these for one micro-batch.
+        stored_inputs: Blocks whose input goes to SSD and back.
+        swapped_bytes: What goes to SSD of all blocks' activations for one micro-batch.
         num_micro_batches: Micro-batches of a step.
         input_bytes: One block's input for one micro-batch: sequences × length × hidden size × element.
         step_inputs_bytes: One block's inputs for all micro-batches of a mean step; None for the longest.
@@ -30,16 +29,13 @@ class RunShape:
         gradients_on_ssd: Those of them whose gradient waits on SSD.
         speculative: Those of them that are updated at once all the same; only clipped steps defer them.
         clipped_share: Share of the steps that are taken to be clipped after speculating: the most there can be.
-        inputs_on_ssd: Block inputs wait on SSD for the backward pass.
         checkpoints_kept: Checkpoints on the drives at any time; 0 if none are made.
         export_bytes: Size of the files that the run leaves for others.
         num_steps: Optimizer steps of the run; `steps_per_epoch` of one pass over the rows, None if unknown.
         num_checkpoints: Checkpoints made during the run.
     """
 
-    num_blocks: int = 0
-    num_kept: int = 0
-    num_swapped: int = 0
+    stored_inputs: int = 0
     swapped_bytes: int = 0
     num_micro_batches: int = 1
     input_bytes: int = 0
@@ -48,7 +44,6 @@ class RunShape:
     gradients_on_ssd: frozenset[str] = frozenset()
     speculative: frozenset[str] = frozenset()
     clipped_share: float = 0.0
-    inputs_on_ssd: bool = False
     checkpoints_kept: int = 1
     export_bytes: int = 0
     num_steps: int = 1
@@ -125,7 +120,7 @@ def disk_need(parts: Sequence[PartSize], run: RunShape) -> DiskNeed:
         checkpoints=states * run.checkpoints_kept,
         speculation=states * run.speculates,
         gradients=_gradient_bytes(parts, run.gradients_on_ssd),
-        activations=_inputs_bytes(run, run.num_blocks - run.num_kept),
+        activations=_inputs_bytes(run),
         export=run.export_bytes,
     )
 
@@ -155,9 +150,9 @@ def step_traffic(
             reads = loads if state == "weights" else 1
             read[STATE_KINDS[state]] += num_bytes * reads
             written[STATE_KINDS[state]] += num_bytes
-    inputs = _inputs_bytes(run, run.num_blocks - run.num_kept)
-    if inputs and run.step_inputs_bytes is not None and not run.num_swapped:
-        inputs = run.step_inputs_bytes * (run.num_blocks - run.num_kept)
+    inputs = _inputs_bytes(run)
+    if inputs and run.step_inputs_bytes is not None and not run.swapped_bytes:
+        inputs = run.step_inputs_bytes * run.stored_inputs
     read["gradients"] += _gradient_bytes(parts, run.gradients_on_ssd - run.speculative)
     written["gradients"] += _gradient_bytes(parts, run.gradients_on_ssd)
     read["activations"] += inputs
@@ -239,8 +234,6 @@ def _gradient_bytes(parts: Sequence[PartSize], stages: Collection[str]) -> int:
     return sum(GRADIENT.nbytes(part.numel) for part in waiting)
 
 
-def _inputs_bytes(run: RunShape, num_blocks: int) -> int:
-    size = run.swapped_bytes
-    if run.inputs_on_ssd:
-        size += (num_blocks - run.num_swapped) * extent_bytes(run.input_bytes)
-    return size * run.num_micro_batches
+def _inputs_bytes(run: RunShape) -> int:
+    inputs = run.stored_inputs * extent_bytes(run.input_bytes)
+    return (run.swapped_bytes + inputs) * run.num_micro_batches

@@ -73,6 +73,7 @@ def own_ledger(row: Row, batch: int) -> Ledger:
         sequence=row.sequence,
         micro_batches=max(1, tokens // MICRO_BATCH_TOKENS),
         gradient_bytes=4,
+        swap_bytes=0.0,  # block inputs wait in host memory
     )
     return Ledger(row.model, training)
 

@@ -89,7 +89,7 @@ def device_bytes(
 ) -> dict[str, int]:
     """Return the memory of a card that a step takes at its peak, by purpose.
 
-    Block inputs and kept activations are on the card until their block's backward pass, unless they go to SSD.
+    Block inputs and kept activations are on the card until their block's backward pass, unless they leave.
     """
     blocks = len({part.stage for part in parts if part.stage.startswith("block.")})
     micro_batches, hidden = compute.num_micro_batches, compute.input_bytes
@@ -130,6 +130,7 @@ def refusal(need: dict[str, int], limits: DeviceLimits) -> CapacityError:
     return CapacityError(
         f"GPU memory: even with one block at a time the run needs {format_memory(sum(need.values()))} of "
         f"{limits.name} ({details}); the budget is {format_memory(limits.budget_bytes)}. Lower "
-        "per_device_train_batch_size (and raise gradient_accumulation_steps) or max_length, let activations wait on "
-        "SSD (activations: ssd), raise gpu_memory or end other programs on the card, or use --device cpu."
+        "per_device_train_batch_size (and raise gradient_accumulation_steps) or max_length, let activations wait in host "
+        "memory or on SSD (activations: host, or ssd), raise gpu_memory or end other programs on the card, or use "
+        "--device cpu."
     )

@@ -117,10 +117,11 @@ class StepShape:
         gradient_slots: Gradient slots for blocks whose update follows at once, or whose gradient goes to SSD.
         device_gradient_slots: Those for blocks on a device with memory of its own; 0 if gradients are summed up in
             host memory.
-        input_slots: Slots for block inputs and activations on their way to or from SSD; 0 keeps all in memory.
-        inputs_stay: Inputs stay in memory all the same; the slots are for activations.
+        input_slots: Slots for block inputs and activations that leave and come back; 0 keeps all where it was computed.
+        inputs_stay: Inputs stay all the same; the slots are for activations.
+        in_host: Blocks of which what leaves a card waits in host memory; that of others goes to SSD.
         chunk_slots: Slots for pieces of optimizer states: read ahead, computed, being written.
-        kept: Blocks that keep what their backward pass needs; `swapped` ones let it go to SSD and back; the
+        kept: Blocks that keep what their backward pass needs; `swapped` ones let it leave and come back; the
             others are run again from their input.
         partly: Those of `kept` and `swapped` that keep only their input and the results of matrix products and attention.
         deferred: Stages whose update waits for the next step (see `pending`): all of them if gradients are
@@ -146,6 +147,7 @@ class StepShape:
     input_slots: int = 0
     chunk_slots: int = 4
     inputs_stay: bool = False
+    in_host: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     swapped: frozenset[str] = frozenset()
     partly: frozenset[str] = frozenset()
@@ -159,7 +161,7 @@ class StepShape:
     kept_bytes: int = 0
 
     def moves(self, block: str) -> bool:
-        """Say whether a block's input, or its activations, go to SSD."""
+        """Say whether a block's input, or its activations, leave and come back."""
         return self.input_slots > 0 and (
             block in self.swapped or (block not in self.kept and not self.inputs_stay)
         )
@@ -493,45 +495,61 @@ def passing_slot(number: int) -> str:
 
 
 class _Inputs:
-    """Assigns slots to block inputs that travel to SSD and back."""
+    """Assigns slots to what blocks let go until their backward pass, to SSD or from a card to host memory.
 
-    def __init__(self, schedule: Schedule, shape: StepShape, count: int) -> None:
+    On the way out a slot is taken until its content has left, on the way back until compute is done with it. As much comes
+    back ahead of its use as there are slots.
+
+    Args:
+        returning: What comes back, in that order: blocks and micro-batches.
+    """
+
+    def __init__(
+        self, schedule: Schedule, shape: StepShape, returning: list[tuple[str, int]]
+    ) -> None:
         self.schedule = schedule
         self.shape = shape
-        self.count = count
+        self.returning = returning[::-1]
         self.next = 0
         self.released: dict[str, int] = {}
         self.saved: dict[tuple[str, int], int] = {}
         self.loaded: dict[tuple[str, int], tuple[int, str]] = {}
 
     def take(self) -> str:
-        """Return the next slot in turn, "" if inputs stay in memory."""
-        if not self.count:
-            return ""
+        """Return the next slot in turn."""
         slot = f"input.{self.next}"
-        self.next = (self.next + 1) % self.count
+        self.next = (self.next + 1) % self.shape.input_slots
         return slot
 
     def save(self, stage: str, micro_batch: int, slot: str, after: int) -> None:
-        """Emit the write of the input that `after` left in the slot."""
-        if slot:
-            done = self.schedule.add(
-                Lane.SSD_WRITE, Kind.SAVE_INPUT, stage, after=(after,), micro_batch=micro_batch, slot=slot,
-                num_bytes=self._size(stage),
-            )  # fmt: skip
-            self.released[slot] = self.saved[stage, micro_batch] = done
+        """Emit that what `after` put into the slot leaves it."""
+        lane = Lane.D2H if stage in self.shape.in_host else Lane.SSD_WRITE
+        done = self.schedule.add(
+            lane, Kind.SAVE_INPUT, stage, after=(after,), micro_batch=micro_batch, slot=slot,
+            num_bytes=self._size(stage),
+        )  # fmt: skip
+        self.released[slot] = self.saved[stage, micro_batch] = done
 
     def _size(self, stage: str) -> int:
         return self.shape.waiting_bytes(self.shape.keeps(stage))
 
-    def load(self, stage: str, micro_batch: int) -> None:
-        """Emit the read of the input into the next slot."""
-        slot = self.take()
-        done = self.schedule.add(
-            Lane.SSD_READ, Kind.LOAD_INPUT, stage, micro_batch=micro_batch, slot=slot,
-            after=(self.saved[stage, micro_batch], self.released.get(slot)), num_bytes=self._size(stage),
-        )  # fmt: skip
-        self.loaded[stage, micro_batch] = (done, slot)
+    def load(self) -> None:
+        """Emit what comes back next, as far as there are slots."""
+        while self.returning and len(self.loaded) < self.shape.input_slots:
+            stage, micro_batch = self.returning.pop()
+            lane = Lane.H2D if stage in self.shape.in_host else Lane.SSD_READ
+            slot = self.take()
+            done = self.schedule.add(
+                lane, Kind.LOAD_INPUT, stage, micro_batch=micro_batch, slot=slot,
+                after=(self.saved[stage, micro_batch], self.released.get(slot)), num_bytes=self._size(stage),
+            )  # fmt: skip
+            self.loaded[stage, micro_batch] = (done, slot)
+
+    def release(self, stage: str, micro_batch: int, after: int) -> None:
+        """Note that `after` is the last to use what came back: the next may come."""
+        _, slot = self.loaded.pop((stage, micro_batch))
+        self.released[slot] = after
+        self.load()
 
 
 def generate_training_step(shape: StepShape) -> Schedule:
@@ -588,11 +606,12 @@ def _visits(shape: StepShape, training: bool) -> list[_Visit]:
 
 def _generate(shape: StepShape, *, training: bool) -> Schedule:
     schedule, visits = Schedule(), _visits(shape, training)
-    goes_back = {visit.stage for visit in visits if visit.kind == Kind.BACKWARD}
     weights = _Weights(schedule, shape, visits, _Updates(schedule, shape))
     gradients = _Gradients(schedule, shape, weights)
-    inputs = _Inputs(schedule, shape, shape.input_slots if training else 0)
     micro_batches = range(shape.num_micro_batches)
+    back = dict.fromkeys(visit.stage for visit in visits if visit.kind == Kind.BACKWARD)
+    returning = [(stage, m) for stage in back if shape.moves(stage) for m in micro_batches]
+    inputs = _Inputs(schedule, shape, returning)
     outer_ready: int | None = None
     add = schedule.add
 
@@ -600,12 +619,11 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
         stage = visit.stage
         weights.emit_until(number, number)
         slot = weights.held.get(number)
-        returns = training and stage in goes_back
+        returns = stage in back
         keeps = shape.keeps(stage) if returns else Keeps.INPUT
         moves = returns and shape.moves(stage)
         if visit.kind == Kind.BACKWARD and moves:
-            for m in micro_batches[: shape.input_slots]:
-                inputs.load(stage, m)
+            inputs.load()
         weights.emit_until(number + shape.block_slots - 1, number)
         if visit.kind == Kind.LOAD:
             assert slot is not None
@@ -621,17 +639,16 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
                     Lane.COMPUTE, visit.kind, stage, after=(*ready, inputs.released.get(place)),
                     micro_batch=m, input_slot=place, keeps=keeps,
                 )  # fmt: skip
-                inputs.save(stage, m, place, last)
+                if moves:
+                    inputs.save(stage, m, place, last)
             elif visit.kind == Kind.BACKWARD:
-                if moves and m >= shape.input_slots:
-                    inputs.load(stage, m)
                 loaded, place = inputs.loaded.get((stage, m), (None, ""))
                 last = add(
                     Lane.COMPUTE, visit.kind, stage, after=(*ready, loaded, *gradients.free(stage)),
                     micro_batch=m, slot=gradients.slot(stage), input_slot=place, keeps=keeps,
                 )  # fmt: skip
-                if place:
-                    inputs.released[place] = last
+                if moves:
+                    inputs.release(stage, m, last)
             else:
                 place, free = "", []
                 if adds:

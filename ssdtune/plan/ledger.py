@@ -23,7 +23,7 @@ from ssdtune.plan.generate import (
     gradient_slot,
 )
 from ssdtune.plan.hardware import Work
-from ssdtune.plan.schedule import Keeps, Kind, Operation, Schedule
+from ssdtune.plan.schedule import Keeps, Kind, Lane, Operation, Schedule
 from ssdtune.plan.times import ComputeTimes
 
 REST_SHARE = 0.3
@@ -116,7 +116,8 @@ class TrainingShape:
         gradient_bytes: Of a gradient element that leaves the device.
         split_master: The master weight is the compute weight and its lower half.
         adapter_parameters: Trained parameters of a block with LoRA; 0 for full fine-tuning.
-        swap_bytes: Activations of a step that leave the device, block inputs included; None for just these.
+        swap_bytes: Activations of a step that leave the device, at least block inputs, whatever the schedule moves; None
+            for what it moves.
         swap_to_ssd_bytes: The part of them that goes on to the drives.
         skips_last_matrix: Recomputation ends before the block's last matrix product, whose result nobody needs.
         backward_slowness: Time of a FLOP of backward in units of one of forward.
@@ -345,9 +346,9 @@ def work_of(
     # Blocks, pieces and micro-batches are alike: few operations differ.
     known: dict[tuple[object, ...], Work] = {}
     alike: dict[str, int] = {}
-    numbers: dict[tuple[StageShape, bool], int] = {}
+    numbers: dict[tuple[StageShape, bool, bool], int] = {}
     for stage in {operation.stage for operation in schedule.operations}:
-        sizes = (shape.stage(stage), gradient_slot(shape, stage) != "")
+        sizes = (shape.stage(stage), gradient_slot(shape, stage) != "", stage in shape.in_host)
         alike[stage] = numbers.setdefault(sizes, len(numbers))
     found = []
     for op in schedule.operations:
@@ -395,21 +396,22 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
         case Kind.UPLOAD:
             return Work(h2d_bytes=stage.upload_bytes)
         case Kind.FORWARD:
-            held = (
-                ()
-                if operation.input_slot
-                else (("host", ledger.kept_bytes(operation.keeps, micro)),)
+            return replace(
+                scaled(ledger.forward(), micro),
+                d2h_bytes=_crossing_bytes(operation, shape, ledger),
+                acquires_bytes=_held_bytes(operation, shape, ledger),
             )
-            return replace(scaled(ledger.forward(), micro), acquires_bytes=held)
         case Kind.BACKWARD:
-            held = (
-                ()
-                if operation.input_slot
-                else (("host", ledger.kept_bytes(operation.keeps, micro)),)
+            return replace(
+                scaled(ledger.backward(operation.keeps), micro),
+                h2d_bytes=_crossing_bytes(operation, shape, ledger),
+                releases_bytes=_held_bytes(operation, shape, ledger),
+                copied_bytes=_added_bytes(operation, stage, training),
             )
-            work = ledger.backward(operation.keeps)
-            added = _added_bytes(operation, stage, training)
-            return replace(scaled(work, micro), releases_bytes=held, copied_bytes=added)
+        case Kind.SAVE_INPUT if operation.lane == Lane.D2H:
+            return Work(d2h_bytes=moved)
+        case Kind.LOAD_INPUT if operation.lane == Lane.H2D:
+            return Work(h2d_bytes=moved)
         case Kind.SAVE_INPUT:
             return Work(write_bytes=moved, activation_bytes=moved, requests=1)
         case Kind.LOAD_INPUT:
@@ -450,6 +452,26 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
             return Work(write_bytes=moved, requests=(3 + training.split_master) * states)
         case _:
             return Work()
+
+
+def _crossing_bytes(operation: Operation, shape: StepShape, ledger: Ledger) -> float:
+    """Return what of a block crosses the link within computing, there or back."""
+    training = ledger.training
+    if training.swap_bytes is not None:
+        return ledger.swap_bytes / ledger.model.num_blocks / training.micro_batches
+    # What waits in host memory crosses in operations of its own.
+    if not operation.input_slot or operation.stage in shape.in_host:
+        return 0.0
+    return ledger.kept_bytes(operation.keeps, 1 / training.micro_batches)
+
+
+def _held_bytes(
+    operation: Operation, shape: StepShape, ledger: Ledger
+) -> tuple[tuple[str, int], ...]:
+    """Return the memory that what a block needs for its backward pass takes until then; on SSD none."""
+    if operation.input_slot and operation.stage not in shape.in_host:
+        return ()
+    return (("host", ledger.kept_bytes(operation.keeps, 1 / ledger.training.micro_batches)),)
 
 
 def _added_bytes(operation: Operation, stage: StageShape, training: TrainingShape) -> float:

@@ -1,8 +1,8 @@
 """What stays in memory and what is streamed: plain numbers in, a `MemoryPlan` out.
 
-Order of preference for the host memory that is left after the buffers that every run needs: block inputs, then
-gradients, then the states of parts (those whose every byte saves most traffic first), then what blocks need for
-their backward pass. `ssdtune.plan.search` tries other proportions on the simulator.
+Order of preference for the host memory that is left after the buffers that every run needs: block inputs (on a card
+those that find no room there), then gradients, then the states of parts (those whose every byte saves most traffic
+first), then what blocks need for their backward pass. `ssdtune.plan.search` tries other proportions on the simulator.
 """
 
 from __future__ import annotations
@@ -117,13 +117,14 @@ class MemoryPlan:
         gradients_on_ssd: Deferred stages whose gradient waits on SSD; the others' wait in memory.
         speculative: Deferred stages that are updated at once all the same, beside their live version, as if nothing
             were clipped.
-        kept: Blocks that keep what their backward pass needs; `swapped` ones let it go to SSD and back; the
+        kept: Blocks that keep what their backward pass needs; `swapped` ones let it leave and come back; the
             others are run again from their input.
         partly: Those of `kept` and `swapped` that keep only their input and the results of matrix products and attention,
             from which the rest is made again; the others keep all.
         block_slots: Weight slots for blocks; `gradient_slots` those for gradients that don't wait in memory.
-        input_slots: Slots through which block inputs and activations go to SSD and back; 0 if none do.
-        inputs_stay: Block inputs stay in memory all the same; the slots are for activations.
+        input_slots: Slots through which block inputs and activations leave and come back; 0 if none do.
+        inputs_stay: Block inputs stay all the same; the slots are for activations.
+        in_host: Blocks of which what leaves a card waits in host memory; that of others goes to SSD.
         chunk_slots: Slots for pieces of optimizer states of `chunk_bytes` for an fp32 state.
         keeps_freed_memory: On a CPU, memory of freed tensors stays with the process, gaps included; else it goes back
             to the system, and computing is slower.
@@ -146,6 +147,7 @@ class MemoryPlan:
     gradient_slots: int = 2
     input_slots: int = 0
     inputs_stay: bool = False
+    in_host: frozenset[str] = frozenset()
     chunk_slots: int = CHUNK_SLOTS
     chunk_bytes: int = CHUNK_BYTES
     keeps_freed_memory: bool = False
@@ -189,23 +191,44 @@ class MemoryPlan:
         return (len(self.kept) - partly) * compute.kept_bytes + partly * compute.products_bytes
 
     def staying_inputs(self, num_blocks: int) -> int:
-        """Return the number of blocks whose input stays in memory."""
+        """Return the number of blocks whose input stays where it was computed."""
         again = num_blocks - len(self.kept) - len(self.swapped)
         # What comes out of a block whose graph is there stays, and so does its input, though its activations leave.
         graphs = len(self.swapped - self.partly)
         return graphs + (again if self.inputs_stay or not self.input_slots else 0)
 
     def moved_bytes(self, block: str, compute: ComputeSize) -> int:
-        """Return what of a block goes to SSD for one micro-batch: its activations, its input, or nothing."""
+        """Return what of a block leaves for one micro-batch: its activations, its input, or nothing."""
         if block in self.swapped:
             return compute.products_bytes if block in self.partly else compute.kept_bytes
         stays = not self.input_slots or self.inputs_stay or block in self.kept
         return 0 if stays else compute.input_bytes
 
+    def stored_bytes(self, block: str, compute: ComputeSize) -> int:
+        """Return what of that goes to SSD: all, unless it waits in host memory."""
+        return 0 if block in self.in_host else self.moved_bytes(block, compute)
+
+    def stored_inputs(self, num_blocks: int) -> int:
+        """Return the number of blocks whose input goes to SSD."""
+        stay = not self.input_slots or self.inputs_stay
+        return 0 if stay else num_blocks - len(self.kept | self.swapped | self.in_host)
+
+    def shared_slots(self, num_blocks: int) -> int:
+        """Return the number of slots that are in host memory too: what goes to SSD passes through them."""
+        stored = self.stored_inputs(num_blocks) + len(self.swapped - self.in_host)
+        return 0 if self.device_io or (self.in_host and not stored) else self.input_slots
+
+    def waiting_bytes(self, compute: ComputeSize) -> int:
+        """Return the host memory that what left a card takes while it waits there."""
+        inputs, partly = self.in_host - self.swapped, self.in_host & self.swapped & self.partly
+        whole = len(self.in_host) - len(inputs) - len(partly)
+        each = len(inputs) * compute.input_bytes + len(partly) * compute.products_bytes
+        return compute.num_micro_batches * (each + whole * compute.kept_bytes)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         sets = (
-            "resident", "deferred", "gradients_on_ssd", "kept", "swapped", "partly", "speculative",
+            "resident", "deferred", "gradients_on_ssd", "kept", "swapped", "partly", "in_host", "speculative",
             "straight",
         )  # fmt: skip
         plain = {name: sorted(getattr(self, name)) for name in sets}
@@ -222,11 +245,13 @@ class Proportions:
         kept_blocks: Blocks, the last ones, that keep all that their backward pass needs; None for those that find
             room in the end, at least for the results of their products.
         partly_blocks: Blocks before these that keep only results of products.
-        swapped_blocks: Blocks, the first ones, that let results of products go to SSD and back; `swapped_whole` all.
-        input_slots: Slots for what goes to SSD and back.
+        swapped_blocks: Blocks, the first ones, that let results of products leave and come back; `swapped_whole` all.
+        input_slots: Slots for what leaves and comes back.
         block_slots, chunk_slots: At most; fewer if memory is short.
         deferred_stages: Without clipping, so many stages, the first ones of a step, are updated in the next step.
-        inputs_on_ssd: Block inputs go to SSD though they would find room.
+        inputs_leave: Block inputs leave though they would find room.
+        host_blocks: On a card, of so many of the blocks of which something leaves, the last ones, it waits in host memory,
+            of the others on SSD; None for those for which there is room.
         chunk_bytes: Where the limits leave it open.
         speculative: With clipping, stages whose states are on SSD are updated before it is known whether gradients are
             clipped, and again if they are.
@@ -240,7 +265,8 @@ class Proportions:
     block_slots: int = 3
     chunk_slots: int = CHUNK_SLOTS
     deferred_stages: int = 0
-    inputs_on_ssd: bool = False
+    inputs_leave: bool = False
+    host_blocks: int | None = None
     chunk_bytes: int = CHUNK_BYTES
     speculative: bool = False
 
@@ -256,7 +282,7 @@ class MemoryLimits:
             activations; None for what is left.
         chunk_bytes: Bytes of an fp32 state that the optimizer works on at once; None leaves it open.
         clipping: Gradients must wait for the global norm.
-        activations: Where block inputs wait: "auto", "host" or "ssd".
+        activations: Where block inputs wait: "auto", "device", "host" or "ssd". On a CPU "device" and "host" are the same.
         recompute: Whether blocks are run again in backward: "auto", "always", "never", or "cheap", all but their products.
         device: What may be taken of a card; None on a CPU, whose memory is the host's.
         kernel_bytes: On a CPU, what is compiled for further lengths of rows.
@@ -336,42 +362,46 @@ class _Planner:
             self.trained if limits.clipping else self.trained[: wanted.deferred_stages]
         )
         every, none = frozenset(self.blocks), frozenset[str]()
-        keeps, on_ssd = limits.recompute in ("cheap", "never"), limits.activations == "ssd"
-        stay = limits.activations == "host" or (keeps and not on_ssd)
+        keeps, on_card = limits.recompute in ("cheap", "never"), limits.device is not None
+        to_host = on_card and limits.activations == "host"
+        leaves = to_host or limits.activations == "ssd"
+        stays = not leaves and (keeps or limits.activations != "auto")
         plan = MemoryPlan(
             none, deferred, deferred,
-            kept=every if keeps and not on_ssd else none,
-            swapped=every if keeps and on_ssd else none,
+            kept=every if keeps and not leaves else none,
+            swapped=every if keeps and leaves else none,
             partly=every if limits.recompute == "cheap" else none,
-            input_slots=0 if stay else wanted.input_slots,
+            in_host=every if to_host else none,
+            input_slots=0 if stays else wanted.input_slots,
             chunk_bytes=limits.chunk_bytes or wanted.chunk_bytes, budget_bytes=limits.budget_bytes,
             device_budget_bytes=limits.device.budget_bytes if limits.device else 0,
             straight=self.straight, device_io=limits.device_io,
         )  # fmt: skip
-        for block_slots, chunk_slots, chunk_bytes, gradient_slots in self._slots():
-            plan = replace(
-                plan, block_slots=block_slots, chunk_slots=chunk_slots, chunk_bytes=chunk_bytes,
-                device_gradient_slots=gradient_slots,
-            )  # fmt: skip
-            if self._fits(plan):
-                break
-        else:
-            self._refuse(plan)
+        candidates = [plan]
+        if keeps and on_card and limits.activations == "auto":
+            candidates.append(
+                replace(plan, kept=none, swapped=every, in_host=every, input_slots=wanted.input_slots)
+            )
+        plan = self._with_slots(candidates)
         if streaming:
             return self._priced(plan)
         if self._may_keep:
-            if limits.activations == "auto":
+            if to_host or limits.activations == "auto":
                 first = frozenset(self.blocks[: wanted.swapped_blocks])
                 whole = wanted.swapped_whole or not self.compute.saves_partly
                 partly = none if whole else first
                 plan = self._if_fits(plan, swapped=first, partly=partly)
             plan = self._keep(plan, wanted.kept_blocks or 0)
             plan = self._keep_partly(plan, wanted.partly_blocks)
-        if limits.activations == "auto" and not wanted.inputs_on_ssd:
+        if limits.activations == "auto" and not wanted.inputs_leave:
             if plan.swapped:
                 plan = self._if_fits(plan, inputs_stay=True)
             else:
                 plan = self._if_fits(plan, input_slots=0)
+        if on_card:  # what is kept there takes nothing of host memory, and needn't wait there
+            plan = self._keep_all(plan)
+            if limits.activations == "auto":
+                plan = self._wait_in_host(plan)
         # What did not fit of one stage is not tried again for those that are alike: there are many of them.
         refused: list[object] = []
         for stage in self.trained:
@@ -389,10 +419,23 @@ class _Planner:
             if alike not in refused:
                 wider = self._if_fits(plan, resident=plan.resident | {part.name})
                 plan, refused = wider, [*refused, alike] if wider is plan else []
-        if wanted.kept_blocks is None and self._may_keep:
-            plan = self._keep_partly(plan, len(self.blocks))
-            plan = self._keep(plan, len(self.blocks))
-        return self._priced(plan)
+        return self._priced(plan if on_card else self._keep_all(plan))
+
+    def _with_slots(self, candidates: Sequence[MemoryPlan]) -> MemoryPlan:
+        """Return the first plan that fits, with as many slots as it may have.
+
+        Raises:
+            CapacityError: None does.
+        """
+        for plan in candidates:
+            for block_slots, chunk_slots, chunk_bytes, gradient_slots in self._slots():
+                plan = replace(
+                    plan, block_slots=block_slots, chunk_slots=chunk_slots, chunk_bytes=chunk_bytes,
+                    device_gradient_slots=gradient_slots,
+                )  # fmt: skip
+                if self._fits(plan):
+                    return plan
+        raise self._refusal(plan)
 
     @property
     def _may_keep(self) -> bool:
@@ -415,12 +458,35 @@ class _Planner:
         ]  # fmt: skip
         return list(dict.fromkeys(found))
 
+    def _wait_in_host(self, plan: MemoryPlan) -> MemoryPlan:
+        """Let what leaves the card wait in host memory as far as there is room: the last blocks', for it comes
+        back soonest."""
+        leaving = [name for name in self.blocks if plan.moved_bytes(name, self.compute)]
+
+        def waiting(number: int) -> MemoryPlan:
+            return replace(plan, in_host=frozenset(leaving[len(leaving) - number :]))
+
+        wanted = self.proportions.host_blocks
+        count = len(leaving) if wanted is None else min(wanted, len(leaving))
+        # All may fit where all but one don't: nothing passes through slots then.
+        return waiting(count) if self._fits(waiting(count)) else self._most(count, waiting)
+
+    def _keep_all(self, plan: MemoryPlan) -> MemoryPlan:
+        """Let as many blocks as fit keep something in the end, if nobody said how many."""
+        if self.proportions.kept_blocks is None and self._may_keep:
+            plan = self._keep_partly(plan, len(self.blocks))
+            plan = self._keep(plan, len(self.blocks))
+        return plan
+
     def _keep(self, plan: MemoryPlan, count: int) -> MemoryPlan:
         """Let the last blocks keep their activations, as many as fit: they hold them for the shortest time."""
 
         def keeping(number: int) -> MemoryPlan:
             last = self.blocks[len(self.blocks) - number :]
-            return replace(plan, kept=plan.kept.union(last), partly=plan.partly.difference(last))
+            return replace(
+                plan, kept=plan.kept.union(last), partly=plan.partly.difference(last),
+                in_host=plan.in_host.difference(last),
+            )  # fmt: skip
 
         return self._most(min(count, len(self.blocks) - len(plan.swapped)), keeping)
 
@@ -430,7 +496,10 @@ class _Planner:
 
         def keeping(number: int) -> MemoryPlan:
             last = free[len(free) - number :]
-            return replace(plan, kept=plan.kept.union(last), partly=plan.partly.union(last))
+            return replace(
+                plan, kept=plan.kept.union(last), partly=plan.partly.union(last),
+                in_host=plan.in_host.difference(last),
+            )  # fmt: skip
 
         return self._most(min(count, len(free)), keeping) if self.compute.saves_partly else plan
 
@@ -495,7 +564,7 @@ class _Planner:
         stay = (
             plan.staying_inputs(len(self.blocks)) * compute.num_micro_batches * compute.input_bytes
         )
-        slots = 0 if plan.device_io else plan.input_slots * plan.input_slot_bytes(compute)
+        slots = plan.shared_slots(len(self.blocks)) * plan.input_slot_bytes(compute)
         computing = max(compute.block_bytes, compute.head_bytes)
         computing += compute.num_micro_batches * (compute.entry_bytes + 2 * compute.input_bytes)
         kept = compute.num_micro_batches * plan.held_bytes(compute)
@@ -512,7 +581,7 @@ class _Planner:
                 self.parts, plan.resident | plan.straight, plan.block_slots
             ),
             "gradients": self._gradients(plan),
-            "block inputs": slots + (0 if on_card else stay),
+            "block inputs": slots + plan.waiting_bytes(compute) + (0 if on_card else stay),
             "kept activations": 0 if on_card else kept,
             "resident states": sum(self.state_bytes[name] for name in plan.resident),
         }
@@ -522,12 +591,12 @@ class _Planner:
         passing = {stage: size for stage, size in by_stage.items() if stage not in waiting}
         return sum(by_stage[s] for s in waiting) + class_bytes(passing, plan.gradient_slots)
 
-    def _refuse(self, plan: MemoryPlan) -> None:
+    def _refusal(self, plan: MemoryPlan) -> CapacityError:
         if self.limits.device and not self._fits_on_device(plan):
-            raise refusal(self._device_need(plan), self.limits.device)
+            return refusal(self._device_need(plan), self.limits.device)
         need = self.need(plan)
         details = ", ".join(f"{name} {format_memory(size)}" for name, size in need.items() if size)
-        raise CapacityError(
+        return CapacityError(
             f"host memory: even with everything streamed the run needs {format_memory(sum(need.values()))} "
             f"({details}); the budget is {format_memory(self.limits.budget_bytes)}. Raise host_memory, or lower "
             "per_device_train_batch_size, max_length or io.chunk_bytes."

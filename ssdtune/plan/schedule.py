@@ -41,7 +41,9 @@ class Kind(StrEnum):
     FORWARD = "forward"
     """One block on one micro-batch; keeps the block's input, or more."""
     SAVE_INPUT = "save-input"
+    """A block's input, or its activations, leave for SSD (on `SSD_WRITE`) or from a card for host memory (on `D2H`)."""
     LOAD_INPUT = "load-input"
+    """They come back into a slot, on `SSD_READ` or `H2D`."""
     SCORE = "score"
     """What a chunk of the head contributes to the losses of a micro-batch; the last one completes them."""
     LOSS = "loss"
@@ -85,7 +87,7 @@ class Operation(NamedTuple):
         piece: Which of the stage's pieces an update works on (LOAD_STATES, UPDATE, SAVE_STATES).
         slot: Weight slot (LOAD, UPLOAD), gradient slot (backward and what follows), input slot
             (SAVE_INPUT, LOAD_INPUT), chunk slot (LOAD_STATES, UPDATE, SAVE_STATES), or "" where none is used.
-        input_slot: Slot of the block's input (FORWARD, BACKWARD) if inputs go to SSD.
+        input_slot: Slot of the block's input or activations (FORWARD, BACKWARD) if they leave and come back.
         weight_slot: Where the weights of a piece lie; "" if its states stay in memory.
         gradient_slot: Where the gradient of a piece lies; "" if it is read from SSD.
         with_weights: LOAD: also the trained parts, which are in the slot already after a pending update;
@@ -94,7 +96,7 @@ class Operation(NamedTuple):
             not; what is written counts only once that turns out right.
         keeps: FORWARD, BACKWARD: what the block keeps for its backward pass.
         after: Indexes of the operations that must be over first.
-        num_bytes: Bytes moved between SSD and host.
+        num_bytes: Bytes moved between SSD and host; of SAVE_INPUT and LOAD_INPUT also between host and device.
         num_elements: Elements that an update works on.
     """
 

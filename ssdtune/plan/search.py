@@ -2,8 +2,8 @@
 
 Coordinate descent: from the usual proportions, each choice in turn is varied while the others stay, the best is kept,
 and rounds are repeated until one brings nothing; then once more from buffers as few as are useful, and from there with
-activations of all blocks on SSD. Plain numbers; what
-a step takes under a plan is asked from the caller. Nothing of it changes the numbers of a training, only its speed.
+activations of all blocks away. Plain numbers; what a step takes under a plan is asked from the caller. Nothing of it
+changes the numbers of a training, only its speed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def choices(parts: Sequence[PartSize], limits: MemoryLimits) -> dict[str, list[A
         "input_slots": [2, 3, 4],
         "block_slots": [2, 3, 4, 6],
         "chunk_slots": [3, 4, 6, 8, 12],
-        "inputs_on_ssd": [False, True],
+        "inputs_leave": [False, True],
     }
+    if limits.device and limits.activations == "auto":
+        found["host_blocks"] = [None, *_shares(blocks, (0, 0.5))]
     if limits.chunk_bytes is None:
         found["chunk_bytes"] = [size * MIB for size in (4, 8, 16, 32)]
     if not limits.clipping:
@@ -102,7 +104,7 @@ def search(
     options = choices(parts, limits)
     # Where memory is short, what one choice frees may pay only if another takes it: other starts.
     slim = replace(
-        usual, block_slots=2, chunk_slots=3, chunk_bytes=LEAST_CHUNK_BYTES, inputs_on_ssd=True
+        usual, block_slots=2, chunk_slots=3, chunk_bytes=LEAST_CHUNK_BYTES, inputs_leave=True
     )
     swapping = replace(slim, swapped_blocks=max(options["swapped_blocks"]), swapped_whole=True)
     for start in (usual, slim, swapping):

@@ -1,11 +1,12 @@
 """The swap manager: where every part of the model is, and how it gets to where it is needed.
 
-It carries out the loading, uploading, gradient and input operations of a schedule; it decides nothing. A
+It carries out the loading, uploading and gradient operations of a schedule; it decides nothing. A
 stage's weights are read into a weight slot (streamed parts) or are in memory already (resident parts), and
 brought to the device from there. The first read of a part comes from the original checkpoint; trained parts
 then go to the store at once (imported), frozen ones never do.
 
-The optimizer's pass over the states is `ssdtune.swap.update`; what lies on the drives `ssdtune.store`.
+What waits for the backward pass is `ssdtune.swap.inputs`, the optimizer's pass over the states `ssdtune.swap.update`,
+what lies on the drives `ssdtune.store`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ssdtune.device.base import Device, Event, FileUse, Pin
+from ssdtune.device.base import Device, Event, Pin
 from ssdtune.io.backend import ALIGNMENT
 from ssdtune.io.buffers import Buffer, BufferPool, aligned_size
 from ssdtune.io.device_bytes import Memory
@@ -23,11 +24,17 @@ from ssdtune.io.tickets import Tickets
 from ssdtune.model.build import base_name
 from ssdtune.model.layout import ModelLayout, Part, Stage, TensorSpec
 from ssdtune.model.source import WeightSource
-from ssdtune.plan.generate import device_gradient_slot, end_slots, passing_slot, stage_class
+from ssdtune.plan.generate import (
+    block_stage,
+    device_gradient_slot,
+    end_slots,
+    passing_slot,
+    stage_class,
+)
 from ssdtune.plan.residency import ComputeSize, MemoryPlan
 from ssdtune.store.layout import StateSpec, UnitSpec
 from ssdtune.store.store import Store
-from ssdtune.swap.activations import Leaving
+from ssdtune.swap.inputs import InputSlots, input_unit
 from ssdtune.swap.states import Precision, State
 
 Split = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
@@ -55,26 +62,14 @@ def unit_specs(
         if part.stage in plan.gradients_on_ssd:
             states.append(StateSpec("gradient", part.numel * 4, "gradients", False))
         units.append(UnitSpec(part.name, tuple(states)))
-    if plan.input_slots:
-        units += [
-            UnitSpec(
-                input_unit(f"block.{b}", m),
-                (
-                    StateSpec(
-                        "inputs", plan.moved_bytes(f"block.{b}", compute), "activations", False
-                    ),
-                ),
-            )
-            for b in range(layout.num_blocks)
-            for m in range(compute.num_micro_batches)
-            if plan.moved_bytes(f"block.{b}", compute)
-        ]
+    for number in range(layout.num_blocks):
+        stage = block_stage(number)
+        if size := plan.stored_bytes(stage, compute):
+            inputs = StateSpec("inputs", size, "activations", False)
+            units += [
+                UnitSpec(input_unit(stage, m), (inputs,)) for m in range(compute.num_micro_batches)
+            ]
     return units
-
-
-def input_unit(stage: str, micro_batch: int) -> str:
-    """Return the name of the unit that holds one block input."""
-    return f"{stage}.input.{micro_batch}"
 
 
 @dataclass
@@ -95,7 +90,7 @@ class ResidentPart:
 
 
 class SwapManager:
-    """Moves parts, gradients and block inputs between SSD, host and device.
+    """Moves parts and gradients between SSD, host and device.
 
     Args:
         layout: The model's stages and parts.
@@ -111,6 +106,7 @@ class SwapManager:
 
     Attributes:
         fresh: Trained parts that never had an optimizer step: their moments are zero and nowhere stored.
+        inputs: Moves block inputs and activations.
     """
 
     def __init__(
@@ -146,27 +142,17 @@ class SwapManager:
         self._weights = self._make_weight_slots()
         self._gradients = self._make_gradient_slots()
         self._device_gradients = self._make_device_gradients()
-        size = plan.input_slot_bytes(compute)
-        self._input_places = [
-            device.allocate(size, "block inputs") for _ in range(plan.input_slots)
-        ]
-        self._inputs = (
-            [place for place in self._input_places if place is not None]
-            if plan.device_io
-            else [self._buffer(size, "block inputs") for _ in self._input_places]
-        )
-        """Where what goes to SSD and back lies in between; with `device_io` these are the places on the device."""
+        self.inputs = InputSlots(
+            plan, compute, layout.num_blocks, store=store, device=device,
+            take=lambda size: self._buffer(size, "block inputs"),
+        )  # fmt: skip
         self._registered: list[Undo] = []
         if register is not None:
             places = [slot.place for slot in self._weights.values()] if plan.straight else []
-            places += self._input_places if plan.device_io else []
+            places += self.inputs.places if plan.device_io else []
             for place in places:
                 if place is not None and place.numel():
                     self._registered.append(register(device.file_memory(place, "registered")))
-        self._input_shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._input_uploads: dict[str, Event] = {}
-        self._input_downloads: dict[str, Event] = {}
-        self._input_used: dict[str, Event] = {}
 
     def _buffer(self, num_bytes: int, purpose: str) -> torch.Tensor:
         if num_bytes == 0:
@@ -465,8 +451,7 @@ class SwapManager:
             del self._weights[name]
         self._gradients.clear()
         self._device_gradients.clear()
-        self._inputs.clear()
-        self._input_places.clear()
+        self.inputs.free()
         for pin in self._pins:
             pin.close()
         self._pins.clear()
@@ -502,83 +487,6 @@ class SwapManager:
                 if part.trained:
                     gradient, _ = self.gradient(part, slot_name)
                     tickets.add(self.store.write(part.name, "gradient", as_bytes(gradient)))
-
-    # Block inputs, and activations, that go to SSD and back
-
-    def stage_input(self, slot_name: str, hidden: torch.Tensor) -> None:
-        """Start bringing a block input [B, S, D] to its slot."""
-        flat = hidden.reshape(-1)
-        host = self._input(slot_name)[: flat.numel() * flat.element_size()].view(flat.dtype)
-        self._input_shapes[slot_name] = (hidden.shape, hidden.dtype)
-        self._wait_for_upload(slot_name)
-        self._input_downloads[slot_name] = self.device.download(flat, host)
-
-    def leaving(self, slot_name: str) -> Leaving:
-        """Return a slot for a block's activations, once its last content has left it."""
-        self._wait_for_upload(slot_name)
-        return Leaving(self.device, self._input(slot_name))
-
-    def stage_activations(self, slot_name: str, leaving: Leaving) -> None:
-        """Note what a slot will hold, once all of it is there."""
-        self._input_shapes[slot_name] = (torch.Size([leaving.used]), torch.uint8)
-        self._input_downloads[slot_name] = leaving
-
-    def save_input(self, stage_name: str, micro_batch: int, slot_name: str) -> None:
-        """Write a block input from its slot to SSD, once it is there. Blocks."""
-        unit = input_unit(stage_name, micro_batch)
-        self._input_downloads.pop(slot_name).wait()
-        self._input_shapes[unit] = self._input_shapes[slot_name]
-        view = self._input_view(slot_name, unit, "written")
-        self.store.write(unit, "inputs", view).wait()
-
-    def load_input(self, stage_name: str, micro_batch: int, slot_name: str) -> None:
-        """Read a block input back into a slot. Blocks."""
-        unit = input_unit(stage_name, micro_batch)
-        self._input_shapes[slot_name] = self._input_shapes[unit]
-        self._wait_for_upload(slot_name)
-        if self.plan.device_io and (used := self._input_used.get(slot_name)):
-            used.wait()
-        view = self._input_view(slot_name, unit, "read into")
-        self.store.read(unit, "inputs", view).wait()
-
-    def take_input(self, slot_name: str) -> torch.Tensor:
-        """Return a block input on the device, valid until its slot is reused; see `mark_input_used`."""
-        shape, dtype = self._input_shapes[slot_name]
-        num_bytes = shape.numel() * dtype.itemsize
-        place = self._input_places[_number(slot_name)]
-        if self.plan.device_io:
-            return self._input(slot_name)[:num_bytes].view(dtype).view(shape)
-        there, event = self.device.upload(
-            self._input(slot_name)[:num_bytes],
-            None if place is None else place[:num_bytes],
-            self._input_used.get(slot_name),
-        )
-        self.device.compute_waits(event)
-        self._input_uploads[slot_name] = event
-        return there.view(dtype).view(shape)
-
-    def mark_input_used(self, slot_name: str, event: Event) -> None:
-        """Note the last compute that reads a slot's content on the device."""
-        self._input_used[slot_name] = event
-
-    def _wait_for_upload(self, slot_name: str) -> None:
-        """Wait until the slot's last block input has left it: compute waits for that on the device only."""
-        if event := self._input_uploads.pop(slot_name, None):
-            event.wait()
-
-    def _input(self, slot_name: str) -> torch.Tensor:
-        return self._inputs[_number(slot_name)]
-
-    def _input_view(self, slot_name: str, unit: str, use: FileUse) -> Memory:
-        shape, dtype = self._input_shapes[unit]
-        memory = self._input(slot_name)[: aligned_size(shape.numel() * dtype.itemsize)]
-        if self.plan.device_io:
-            return self.device.file_memory(memory, use)
-        return as_bytes(memory)
-
-
-def _number(slot_name: str) -> int:
-    return int(slot_name.removeprefix("input."))
 
 
 def read_stored(

@@ -45,7 +45,7 @@ class BlockPasses:
             self._forward_with_products(state, stage, m, operation.input_slot)
             return
         if operation.input_slot:
-            self._swap.stage_input(operation.input_slot, hidden)
+            self._swap.inputs.stage(stage, m, operation.input_slot, hidden)
         elif state.training and number >= self._first_backward:
             state.inputs[stage, m] = hidden
         with torch.no_grad():
@@ -60,18 +60,18 @@ class BlockPasses:
         state.gradient_slots[stage] = operation.slot
         if operation.keeps == Keeps.ALL:
             if operation.input_slot:
-                state.activations[stage, m] = self._swap.take_input(operation.input_slot)
+                state.activations[stage, m] = self._swap.inputs.take(operation.input_slot)
             hidden, output = state.graphs.pop((stage, m))
         elif operation.keeps == Keeps.PRODUCTS:
             kept = state.products.pop((stage, m))
             if operation.input_slot:
-                kept.return_from(self._swap.take_input(operation.input_slot))
+                kept.return_from(self._swap.inputs.take(operation.input_slot))
             with replayed(kept.products, kept.hidden.shape[-1]):
                 hidden, output = self._run_block(state, stage, m, kept.hidden)
             del kept  # what backward does not need goes now
         else:
             if operation.input_slot:
-                hidden = self._swap.take_input(operation.input_slot)
+                hidden = self._swap.inputs.take(operation.input_slot)
             else:
                 hidden = state.inputs.pop((stage, m))
             hidden, output = self._run_block(state, stage, m, hidden)
@@ -82,8 +82,8 @@ class BlockPasses:
             state.gradients[m] = hidden.grad
 
     def _forward_with_graph(self, state: RunState, stage: str, m: int, input_slot: str) -> None:
-        """Run a block such that backward needn't run it again; what it saves stays in memory or goes to a slot."""
-        leaving = self._swap.leaving(input_slot) if input_slot else None
+        """Run a block such that backward needn't run it again; what it saves stays where it is or leaves."""
+        leaving = self._swap.inputs.leaving(stage, m, input_slot) if input_slot else None
         call = state.entries[m].calls[_number(stage)]
         given = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
         with saved_elsewhere(
@@ -95,21 +95,21 @@ class BlockPasses:
         ):
             hidden, output = self._run_block(state, stage, m, state.hidden[m])
         if leaving:
-            self._swap.stage_activations(input_slot, leaving)
+            self._swap.inputs.stage_activations(stage, m, input_slot, leaving)
         state.graphs[stage, m] = (hidden, output)
         state.hidden[m] = output.detach()
 
     def _forward_with_products(self, state: RunState, stage: str, m: int, input_slot: str) -> None:
-        """Run a block such that backward needn't compute its products again; they stay in memory or go to a slot."""
+        """Run a block such that backward needn't compute its products again; they stay where they are or leave."""
         given = state.hidden[m]
         with recorded(given.shape[-1]) as products:
             # As in backward, where gradients are wanted: kernels may be others without.
             _, output = self._run_block(state, stage, m, given)
         state.products[stage, m] = kept = Kept(given, products)
         if input_slot:
-            leaving = self._swap.leaving(input_slot)
+            leaving = self._swap.inputs.leaving(stage, m, input_slot)
             kept.leave(leaving)
-            self._swap.stage_activations(input_slot, leaving)
+            self._swap.inputs.stage_activations(stage, m, input_slot, leaving)
         state.hidden[m] = output.detach()
 
     def _run_block(

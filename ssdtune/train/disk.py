@@ -214,8 +214,7 @@ def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
     only_at_end = every == 0 or (num_steps is not None and every >= num_steps)
     num_steps = num_steps or 1
     return RunShape(
-        num_blocks=prepared.layout.num_blocks,
-        num_kept=len(prepared.memory.kept),
+        stored_inputs=prepared.memory.stored_inputs(prepared.layout.num_blocks),
         num_micro_batches=prepared.compute.num_micro_batches,
         input_bytes=prepared.compute.input_bytes,
         step_inputs_bytes=_mean_inputs_bytes(prepared),
@@ -223,10 +222,8 @@ def _run_shape(prepared: Prepared, resumed: bool) -> RunShape:
         gradients_on_ssd=prepared.memory.gradients_on_ssd,
         speculative=prepared.memory.speculative,
         clipped_share=1.0 if training.clipping == "speculative" else MOST_CLIPPED,
-        inputs_on_ssd=prepared.memory.input_slots > 0 and not prepared.memory.inputs_stay,
-        num_swapped=len(prepared.memory.swapped),
         swapped_bytes=sum(
-            extent_bytes(prepared.memory.moved_bytes(block, prepared.compute))
+            extent_bytes(prepared.memory.stored_bytes(block, prepared.compute))
             for block in prepared.memory.swapped
         ),
         checkpoints_kept=0 if only_at_end and not resumed else training.save_total_limit,

@@ -276,9 +276,9 @@ class Engine:
             case Kind.FORWARD:
                 self._block_passes.forward(state, operation)
             case Kind.SAVE_INPUT:
-                self.swap.save_input(stage, m, slot)
+                self.swap.inputs.save(stage, m, slot)
             case Kind.LOAD_INPUT:
-                self.swap.load_input(stage, m, slot)
+                self.swap.inputs.load(stage, m, slot)
             case Kind.SCORE:
                 self._end_passes.score(state, stage, m)
             case Kind.LOSS if len(self.shape.head_stages) > 1:
@@ -318,7 +318,7 @@ class Engine:
                 if used in state.slot_of:
                     self.swap.mark_used(state.slot_of[used], event)
             if operation.input_slot:
-                self.swap.mark_input_used(operation.input_slot, event)
+                self.swap.inputs.mark_used(operation.input_slot, event)
             if self._kept_memory:
                 self._kept_memory.check()
 

@@ -658,7 +658,11 @@ def _gradients_text(plan: MemoryPlan) -> str:
 
 def _activations_text(plan: MemoryPlan, num_blocks: int) -> str:
     parts = []
-    for blocks, keep in ((plan.kept, "keep {}"), (plan.swapped, "let {} wait on SSD")):
+    for blocks, keep in (
+        (plan.kept, "keep {}"),
+        (plan.swapped & plan.in_host, "let {} wait in host memory"),
+        (plan.swapped - plan.in_host, "let {} wait on SSD"),
+    ):
         for some, what in (
             (blocks - plan.partly, "activations"),
             (blocks & plan.partly, "results of matrix products and attention"),
@@ -666,6 +670,14 @@ def _activations_text(plan: MemoryPlan, num_blocks: int) -> str:
             if some:
                 parts.append(f"{len(some)} of {num_blocks} blocks {keep.format(what)}")
     if len(plan.kept) + len(plan.swapped) < num_blocks:
-        stay = plan.inputs_stay or not plan.input_slots
-        parts.append(f"block inputs {'in memory' if stay else 'on SSD'}")
+        parts.append(f"block inputs {_inputs_text(plan, num_blocks)}")
     return ", ".join(parts)
+
+
+def _inputs_text(plan: MemoryPlan, num_blocks: int) -> str:
+    if plan.inputs_stay or not plan.input_slots:
+        return "on the card" if plan.device_budget_bytes else "in memory"
+    stored, waiting = plan.stored_inputs(num_blocks), len(plan.in_host - plan.swapped)
+    if stored and waiting:
+        return f"of {waiting} blocks in host memory, of {stored} on SSD"
+    return "on SSD" if stored else "in host memory"

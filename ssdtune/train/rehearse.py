@@ -211,8 +211,8 @@ def _stage(prepared: Prepared, blocks: int) -> Iterator[tuple[SwapManager, list[
     trained = frozenset(part.stage for part in layout.trained_parts)
     plan = replace(
         prepared.memory, resident=frozenset(), deferred=trained, gradients_on_ssd=trained,
-        kept=frozenset(), swapped=frozenset(), partly=frozenset(), input_slots=0, straight=frozenset(),
-        block_slots=min(prepared.memory.block_slots, blocks),
+        kept=frozenset(), swapped=frozenset(), partly=frozenset(), in_host=frozenset(), input_slots=0,
+        straight=frozenset(), block_slots=min(prepared.memory.block_slots, blocks),
     )  # fmt: skip
     shape = StepShape(
         num_blocks=blocks,

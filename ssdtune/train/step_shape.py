@@ -41,6 +41,7 @@ def make_step_shape(
         input_slots=plan.input_slots,
         swapped=plan.swapped,
         inputs_stay=plan.inputs_stay,
+        in_host=plan.in_host,
         chunk_slots=plan.chunk_slots,
         kept=plan.kept,
         partly=plan.partly,

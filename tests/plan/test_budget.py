@@ -73,11 +73,10 @@ def test_every_checkpoint_kept_costs_the_states_once_more(kept: int, copies: int
 
 def test_gradients_and_inputs_on_ssd() -> None:
     run = RunShape(
-        num_blocks=22,
+        stored_inputs=22,
         num_micro_batches=3,
         input_bytes=2 * 100 * 2048 * 2,  # 2 × 100 tokens in bf16; a multiple of 4096
         gradients_on_ssd=stages(tiny_llama()),
-        inputs_on_ssd=True,
     )
     need = disk_need(tiny_llama(), run)
     assert need.gradients == 4 * PARAMETERS
@@ -95,7 +94,7 @@ def test_odd_sizes_are_rounded_up_per_state() -> None:
         ("weights", "exp_avg", "exp_avg_sq"), 8192
     )
     assert state_bytes(PartSize("x", "x", 14, 7, False, False)) == {}
-    run = RunShape(num_blocks=3, num_micro_batches=2, input_bytes=1, inputs_on_ssd=True)
+    run = RunShape(stored_inputs=3, num_micro_batches=2, input_bytes=1)
     assert disk_need([], run).activations == 3 * 2 * 4096
 
 
@@ -217,18 +216,17 @@ def test_a_save_writes_what_is_in_memory_and_the_updates_that_wait() -> None:
 
 def test_mean_block_inputs_are_what_moves_and_the_longest_what_needs_room() -> None:
     run = RunShape(
-        num_blocks=3,
+        stored_inputs=3,
         num_micro_batches=2,
         input_bytes=8192,
         step_inputs_bytes=5000,
-        inputs_on_ssd=True,
     )
     assert disk_need([], run).activations == 3 * 2 * 8192
     assert step_traffic([], run).written == step_traffic([], run).read
     assert step_traffic([], run).written_bytes == 3 * 5000
-    assert step_traffic([], replace(run, num_kept=1)).written_bytes == 2 * 5000
-    assert disk_need([], replace(run, num_kept=1)).activations == 2 * 2 * 8192
-    swapped = replace(run, num_swapped=2, swapped_bytes=2 * 102_400)
+    assert step_traffic([], replace(run, stored_inputs=2)).written_bytes == 2 * 5000
+    assert disk_need([], replace(run, stored_inputs=2)).activations == 2 * 2 * 8192
+    swapped = replace(run, stored_inputs=1, swapped_bytes=2 * 102_400)
     assert disk_need([], swapped).activations == 2 * (2 * 102_400 + 8192)
 
 

@@ -85,6 +85,48 @@ def test_what_goes_to_ssd_takes_its_slots_and_as_much_on_its_way() -> None:
     assert found["on their way to the host"] == 2 * 250 * MIB
 
 
+def test_what_waits_in_host_memory_takes_a_place_there_for_each_micro_batch() -> None:
+    plan = planned(PLENTY, Proportions(input_slots=3), activations="host", recompute="always")
+    assert len(plan.in_host) == 8 and plan.input_slots == 3
+    assert plan.breakdown["block inputs"] == 8 * 4 * 8 * MIB  # nothing passes through slots
+    found = plan.device_breakdown
+    assert found["block inputs"] == found["on their way to the host"] == 3 * 8 * MIB
+    assert [plan.stored_bytes(f"block.{i}", COMPUTE) for i in range(8)] == [0] * 8
+    whole = planned(PLENTY, activations="host", recompute="never")
+    assert whole.in_host == whole.swapped and len(whole.swapped) == 8 and not whole.kept
+    assert whole.breakdown["block inputs"] == 8 * 4 * 250 * MIB
+    assert not planned(PLENTY, activations="device", recompute="always").input_slots
+
+
+def test_what_finds_no_room_on_the_card_waits_in_host_memory_and_then_on_ssd() -> None:
+    """The inputs of the last blocks stay in host memory longest, before anything else that could be there."""
+    away = planned(PLENTY, Proportions(inputs_leave=True), recompute="always")
+    card = away.device_bytes
+    least = planned(card, cache_bytes=0, recompute="always").host_bytes
+    seen = []
+    for more in range(0, 8 * 4 * 8 + 1, 8):
+        plan = planned(card, budget_bytes=least + more * MIB)
+        assert plan.host_bytes <= least + more * MIB and plan.device_bytes <= card
+        assert plan.in_host == {f"block.{i}" for i in range(8 - len(plan.in_host), 8)}
+        stored = plan.stored_inputs(8)
+        assert stored == 8 - len(plan.in_host)
+        slots = plan.input_slots * 8 * MIB if stored else 0
+        assert plan.breakdown["block inputs"] == slots + len(plan.in_host) * 4 * 8 * MIB
+        seen.append(len(plan.in_host))
+    assert seen == sorted(seen) and set(range(7)) | {8} <= set(seen)
+    few = planned(card, Proportions(host_blocks=2))
+    assert few.in_host == {"block.6", "block.7"}
+
+
+def test_activations_that_must_be_kept_wait_in_host_memory_where_the_card_is_short() -> None:
+    kept = planned(PLENTY, recompute="never")
+    assert len(kept.kept) == 8 and not kept.in_host
+    plan = planned(kept.device_bytes - GIB, recompute="never")
+    assert len(plan.swapped) == len(plan.in_host) == 8 and not plan.kept
+    with pytest.raises(CapacityError, match="GPU memory"):
+        planned(kept.device_bytes - GIB, recompute="never", activations="device")
+
+
 def test_what_the_card_holds_is_not_counted_on_the_host() -> None:
     card, cpu = planned(PLENTY), plan_memory(parts(), COMPUTE, MemoryLimits(0, PLENTY))
     assert card.kept == cpu.kept and len(card.kept) == 8

@@ -87,6 +87,7 @@ def shapes(draw: st.DrawFn) -> StepShape:
         input_slots=input_slots,
         chunk_slots=draw(st.integers(1, 4)),
         inputs_stay=draw(st.booleans()),
+        in_host=frozenset(draw(st.sampled_from([[], blocks, blocks[1::2], blocks[num_blocks // 2 :]]))),
         kept=frozenset(blocks[(split := draw(st.integers(0, num_blocks))) :]),
         swapped=frozenset(blocks[: draw(st.integers(0, split))]) if input_slots else frozenset(),
         partly=frozenset(draw(st.sampled_from([[], blocks, blocks[::2]]))),
@@ -660,20 +661,33 @@ DIVIDED = [
     )
 ]
 
+IN_HOST = [
+    dataclasses.replace(
+        _shape(4, m, True, 2, 2, mode, "streamed"), in_host=frozenset(f"block.{i}" for i in range(4))
+    )
+    for m, mode in product((1, 3), MODES[:2])
+]
+LINK = (Lane.D2H, Lane.H2D)
 
-Edge = tuple[Kind, Kind]
-"""A kind of wait: what is waited for, who waits."""
+Edge = tuple[str, str]
+"""A kind of wait, by `name_of`: what is waited for, who waits."""
+
+
+def name_of(operation: Operation) -> str:
+    """Return what an operation does; what waits in host memory is told from what goes to SSD."""
+    crosses = operation.kind in (Kind.SAVE_INPUT, Kind.LOAD_INPUT) and operation.lane in LINK
+    return f"{operation.kind}-{operation.lane}" if crosses else operation.kind.value
 
 
 def edges(schedule: Schedule) -> set[Edge]:
     """Return every kind of wait in a schedule."""
     operations = schedule.operations
-    return {(operations[other].kind, op.kind) for op in operations for other in op.after}
+    return {(name_of(operations[other]), name_of(op)) for op in operations for other in op.after}
 
 
 def _by_edge() -> dict[Edge, list[StepShape]]:
     found: dict[Edge, list[StepShape]] = defaultdict(list)
-    for shape in (*SHAPES, *DIVIDED):
+    for shape in (*SHAPES, *DIVIDED, *IN_HOST):
         for edge in edges(generate_training_step(shape)):
             found[edge].append(shape)
     return dict(sorted(found.items()))
@@ -696,6 +710,7 @@ def without_edge(schedule: Schedule, edge: Edge) -> Schedule:
     """Return the schedule without one kind of wait."""
     operations = []
     for op in schedule.operations:
-        after = tuple(o for o in op.after if (schedule.operations[o].kind, op.kind) != edge)
+        waited = {o: (name_of(schedule.operations[o]), name_of(op)) for o in op.after}
+        after = tuple(o for o in op.after if waited[o] != edge)
         operations.append(op._replace(after=after))
     return Schedule(operations)

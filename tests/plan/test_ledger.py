@@ -213,6 +213,20 @@ def test_inputs_on_ssd_go_there_and_back() -> None:
     assert total(some, "write_bytes") - total(plain, "write_bytes") == ledger.input_bytes / 2
 
 
+def test_inputs_in_host_memory_cross_the_link_and_no_drive() -> None:
+    ledger = Ledger(SMALL, TrainingShape(tokens=64, sequence=16, micro_batches=2))
+    last = frozenset(["block.2", "block.3"])
+    plain, moved = step(ledger), step(ledger, input_slots=2, in_host=last)
+    for name in ("read_bytes", "write_bytes"):
+        assert total(moved, name) - total(plain, name) == ledger.input_bytes / 2
+    for name in ("h2d_bytes", "d2h_bytes"):
+        assert total(moved, name) - total(plain, name) == ledger.input_bytes
+    held = [bool(work.acquires_bytes) for work in moved[Kind.FORWARD]]
+    assert held == [False] * 4 + [True] * 4
+    released = [bool(work.releases_bytes) for work in moved[Kind.BACKWARD]]
+    assert released == held[::-1]
+
+
 def test_gradients_that_wait_occupy_memory() -> None:
     ledger = Ledger(SMALL, TrainingShape(tokens=64, sequence=16))
 

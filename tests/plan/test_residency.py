@@ -154,7 +154,7 @@ def limits() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
         {
             "clipping": st.booleans(),
-            "activations": st.sampled_from(["auto", "host", "ssd"]),
+            "activations": st.sampled_from(["auto", "device", "host", "ssd"]),
             "recompute": st.sampled_from(["auto", "always", "cheap", "never"]),
             "cache_bytes": st.sampled_from([None, 0, MIB]),
         }
@@ -175,12 +175,13 @@ def test_the_plan_keeps_its_budget_and_orders(
     except CapacityError:
         # these inputs or activations must find room, or these slots are more than the fewest
         more_slots = wanted.input_slots > SMALLEST.input_slots
-        assert "host" in asked["activations"] or keeps or more_slots
+        assert asked["activations"] in ("device", "host") or keeps or more_slots
         return
     blocks, cache_bytes = set(model.blocks), asked["cache_bytes"]
     kept = [part for part in model.parts if part.name in plan.resident]
     assert plan.host_bytes == sum(plan.breakdown.values()) <= budget
     assert min(plan.breakdown.values()) >= 0
+    assert not plan.in_host
     assert 1 <= plan.block_slots <= min(model.num_blocks, wanted.block_slots)
     assert 2 <= plan.chunk_slots <= wanted.chunk_slots
     assert plan.breakdown["resident states"] == sum(part.state_bytes for part in kept)

@@ -14,6 +14,7 @@ import pytest
 from ssdtune.config.load import load_config
 from ssdtune.errors import CapacityError
 from ssdtune.hardware.profile import Rates
+from ssdtune.plan.device_memory import DeviceLimits
 from ssdtune.plan.residency import MemoryLimits, MemoryPlan, Proportions, plan_memory
 from ssdtune.plan.search import LEAST_GAIN, Found, choices, search
 from ssdtune.train.forecast import Forecaster
@@ -203,6 +204,16 @@ def test_memory_goes_where_it_is_worth_most(model: Model) -> None:
     assert computes.step_s < computes.usual_s
     moves = model.search(model.limits(1.1, clipping=False), model.timer("drives"))
     assert moves.plan.resident == {part.name for part in model.prepared.parts}
+
+
+def test_a_card_lets_inputs_wait_in_host_memory_where_that_is_as_fast(model: Model) -> None:
+    away = MemoryLimits(0, PLENTY, activations="host", recompute="always", device=DeviceLimits(PLENTY))  # fmt: skip
+    card = DeviceLimits(model.plan(away).device_bytes)
+    limits = MemoryLimits(0, PLENTY, device=card)
+    plan = model.search(limits, model.timer("drives")).plan
+    assert plan.stored_inputs(BLOCKS) == 0 and len(plan.in_host) == BLOCKS - len(plan.kept) > 0
+    short = replace(limits, budget_bytes=model.plan(replace(limits, cache_bytes=0)).host_bytes)
+    assert model.search(short).plan.host_bytes <= short.budget_bytes
 
 
 def test_too_little_memory_is_refused(model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,21 +144,22 @@ def assert_takes_what_was_planned(swap: SwapManager, pool: BufferPool) -> None:
     assert pool.allocated_bytes == chunks
 
 
-@pytest.mark.parametrize("options", [*CASES, {"swapped_blocks": 2}, {"block_slots": 1}], ids=str)
+ON_A_CARD: tuple[dict[str, Any], ...] = (
+    {"swapped_blocks": 2}, {"block_slots": 1}, {"activations": "host", "recompute": "never"},
+    {"activations": "host", "recompute": "always"}, {"inputs_leave": True, "host_blocks": 1, "kept_blocks": 0},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [*CASES, *ON_A_CARD], ids=str)
 @pytest.mark.parametrize("is_short", [False, True])
 def test_a_device_gives_what_was_planned(
     layout: ModelLayout, options: dict[str, Any], is_short: bool
 ) -> None:
-    options = {
-        "cache_bytes": None,
-        "precision": EXACT,
-        "block_slots": 3,
-        "swapped_blocks": 0,
-    } | options
+    options = {"cache_bytes": None, "precision": EXACT} | options
     precision = options.pop("precision")
-    proportions = Proportions(
-        block_slots=options.pop("block_slots"), swapped_blocks=options.pop("swapped_blocks")
-    )
+    names = {field.name for field in fields(Proportions)}
+    wanted = {name: options.pop(name) for name in names & options.keys()}
+    proportions = Proportions(**wanted)
     sizes = part_sizes(layout, precision)
 
     def planned(budget_bytes: int) -> MemoryPlan:
@@ -172,6 +174,8 @@ def test_a_device_gives_what_was_planned(
         plan = planned(plan.device_bytes - 1)
     device = AdversarialDevice()
     swap, pool = make_with(layout, plan, precision, device)
+    in_host = ("weight slots", "gradients", "block inputs")
+    assert pool.allocated_bytes == sum(plan.breakdown[purpose] for purpose in in_host)
     planned_slots = {name: size for name, size in slot_bytes(sizes, COMPUTE, plan).items() if size}
     assert device.memory().by_purpose == planned_slots
     assert swap.plan.device_breakdown["weight slots"] == planned_slots["weight slots"]

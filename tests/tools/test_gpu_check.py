@@ -123,7 +123,7 @@ def test_other_bits_are_noticed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> 
         return train(*arguments, **settings)
 
     monkeypatch.setattr(gpu_check.Bench, "train", one_is_off)
-    with pytest.raises(gpu_check.Failed, match=r"not the same: inputs in memory$"):
+    with pytest.raises(gpu_check.Failed, match=r"not the same: inputs in host memory$"):
         gpu_check.check_bits(bench)
 
 

@@ -47,7 +47,12 @@ def config(folder: Path, **changes: Any) -> Config:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, *({"activations": "ssd", "recompute": r} for r in ("auto", "cheap", "never"))],
+    [
+        {},
+        *({"activations": "ssd", "recompute": r} for r in ("auto", "cheap", "never")),
+        {"activations": "host", "recompute": "always"},
+        {"activations": "host", "recompute": "never"},
+    ],
     ids=str,
 )
 def test_a_run_takes_the_slots_that_its_plan_names(
@@ -62,6 +67,10 @@ def test_a_run_takes_the_slots_that_its_plan_names(
         assert device.taken[purpose] == planned[purpose]
     assert device.taken.get("block inputs", 0) <= planned["block inputs"]
     assert ("block inputs" in device.taken) == bool(changes)
+    waits_in_host = changes.get("activations") == "host"
+    assert bool(memory["in_host"]) == waits_in_host
+    in_host = "in host memory" in plan(**settings(folder, output_dir=str(tmp_path), **changes)).text()
+    assert in_host == waits_in_host
     assert memory["device_bytes"] == sum(planned.values()) <= memory["device_budget_bytes"]
     assert device.memory().by_purpose == {}
 

@@ -18,16 +18,20 @@ from typing import Any
 
 import pytest
 
+from ssdtune.config.schema import Config
 from ssdtune.io.streams import StreamNames
 from ssdtune.plan.generate import StepShape, generate_training_step
+from ssdtune.plan.residency import Proportions
 from ssdtune.plan.schedule import Lane, Schedule
 from ssdtune.swap.activations import Leaving
+from ssdtune.swap.inputs import InputSlots
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import OutOfCoreAdam
 from ssdtune.train.engine import Engine
+from ssdtune.train.prepare import usual_proportions
 from tests.adversarial import ORDERS, AdversarialDevice, use, use_device
 from tests.equality.harness import Streamed, assert_same_bits, stream
-from tests.plan.test_generate import BY_EDGE, Edge, edges, races, without_edge
+from tests.plan.test_generate import BY_EDGE, Edge, edges, name_of, races, without_edge
 from tests.toy import make_checkpoint, make_rows
 
 WINDOW: dict[str, Any] = {
@@ -53,6 +57,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "activations kept, overlapped": ("short", {"host_cache": 1, "max_grad_norm": 0.0}),
     "activations swapped": ("untied", {"activations": "ssd", "recompute": "never"}),
     "products swapped": ("untied", {"activations": "ssd", "recompute": "cheap"}),
+    "inputs in host memory": ("untied", {"activations": "host"}),
+    "activations in host memory": ("untied", {"activations": "host", "recompute": "never"}),
+    "products in host memory": ("untied", {"activations": "host", "recompute": "cheap"}),
     "all in memory": (
         "tied",
         {"host_cache": "1GiB", "save_steps": 1, "save_total_limit": 2},
@@ -196,6 +203,45 @@ def _assert_resumes(
     )
 
 
+def test_what_waited_in_host_memory_may_wait_on_ssd_after_a_resume(
+    models: Path, wanted: dict[str, Streamed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, ORDERS["d2h last"])
+    case, saves = "inputs in host memory", {"save_steps": 1, "save_total_limit": 2}
+    assert _train(models, tmp_path, case, **saves).moved("written", "activations") == 0
+    saves |= {"resume_from_checkpoint": str(tmp_path / "checkpoint-1"), "activations": "ssd"}
+    resumed = _train(models, tmp_path, case, **saves)
+    assert_same_bits(resumed, wanted[case])
+    assert resumed.moved("written", "activations", since=1) > 0
+
+
+@pytest.mark.parametrize("is_straight", [False, True])
+def test_some_wait_in_host_memory_and_some_on_ssd(
+    models: Path,
+    wanted: dict[str, Streamed],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_straight: bool,
+) -> None:
+    def proportions(config: Config) -> Proportions:
+        some = {"kept_blocks": 0, "inputs_leave": True, "host_blocks": 1}
+        return dataclasses.replace(usual_proportions(config), **some)
+
+    monkeypatch.setattr("ssdtune.train.prepare.usual_proportions", proportions)
+    more: dict[str, Any] = {}
+    if is_straight:
+        monkeypatch.setattr("ssdtune.train.prepare.DEVICE_BACKENDS", {"python"})
+        more = {"backend": "python", "direct": False}
+    device = use(monkeypatch, ORDERS["h2d first"])
+    case = "activations kept"
+    found = _train(models, tmp_path, case, **more)
+    assert_same_bits(found, wanted[case])
+    assert device.violations == []
+    memory = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["memory"]
+    assert len(memory["in_host"]) == 1 and not memory["kept"]
+    assert found.moved("written", "activations") > 0
+
+
 # Leaving waits out
 
 WAITS: dict[str, tuple[type, str, str, str]] = {
@@ -231,28 +277,40 @@ WAITS: dict[str, tuple[type, str, str, str]] = {
         "self.device.download(on_device, host, state.computed[stage])",
     ),
     "inputs are downloaded": (
-        SwapManager, "save_input",
-        "self._input_downloads.pop(slot_name).wait()", "self._input_downloads.pop(slot_name)",
+        InputSlots, "save",
+        "self._downloads.pop(slot).wait()", "self._downloads.pop(slot)",
     ),
     "inputs are written": (
-        SwapManager, "save_input",
-        'self.store.write(unit, "inputs", view).wait()', 'self.store.write(unit, "inputs", view)',
+        InputSlots, "save",
+        '"inputs", memory).wait()', '"inputs", memory)',
     ),
     "inputs are read": (
-        SwapManager, "load_input",
-        'self.store.read(unit, "inputs", view).wait()', 'self.store.read(unit, "inputs", view)',
+        InputSlots, "load",
+        '"inputs", memory).wait()', '"inputs", memory)',
     ),
     "inputs are uploaded before compute": (
-        SwapManager, "take_input", "self.device.compute_waits(event)", "pass",
+        InputSlots, "take", "self._device.compute_waits(event)", "pass",
     ),
     "inputs on the device were used": (
-        SwapManager, "mark_input_used",
-        "self._input_used[slot_name] = event", "self._input_used.setdefault(slot_name, event)",
+        InputSlots, "mark_used",
+        "self._used[slot] = event", "self._used.setdefault(slot, event)",
     ),
     "activations are downloaded": (Leaving, "wait", "event.wait()", "pass"),
     "inputs have left the slot": (
-        SwapManager, "load_input", "self._wait_for_upload(slot_name)", "pass",
+        InputSlots, "load", "self._wait_for_upload(slot)", "pass",
     ),
+    "inputs have come to host memory": (
+        InputSlots, "save",
+        "self._downloads.pop(slot).wait()", "self._downloads.pop(slot)",
+    ),
+    "inputs have come back from host memory": (
+        InputSlots, "load", "used)[1].wait()", "used)",
+    ),
+    "inputs from host memory were used on the device": (
+        InputSlots, "mark_used",
+        "self._used[slot] = event", "self._used.setdefault(slot, event)",
+    ),
+    "activations have come to host memory": (Leaving, "wait", "event.wait()", "pass"),
     "states are read": (
         OutOfCoreAdam, "load",
         "tickets.add(store.read(piece.part.name, name, as_bytes(view), offset=offset))",
@@ -265,7 +323,7 @@ WAITS: dict[str, tuple[type, str, str, str]] = {
 }  # fmt: skip
 """Waits in the code: what is waited for; where, and the code without the wait.
 
-The wait in `stage_input` for the last upload of a slot isn't here: on any device it is over by then, as downloads
+The wait before a block input leaves for the last upload of a slot isn't here: on any device it is over by then, as downloads
 come after compute.
 """
 
@@ -284,7 +342,9 @@ def test_a_wait_left_out_in_the_code_is_noticed(
             _assert_resumes(models, wanted, tmp_path / "out", monkeypatch)
         else:
             case, order = "all on ssd", "ssd-read first"
-            if wait.startswith("activations"):
+            if "host memory" in wait:
+                case, order = f"{wait.partition(' ')[0]} in host memory", "h2d first"
+            elif wait.startswith("activations"):
                 case, order = "activations swapped", "ssd-write first"
             _assert_late_is_soon_enough(models, wanted, tmp_path / "out", case, order)
     assert not isinstance(noticed.value, (NameError, TypeError, AttributeError, SyntaxError))
@@ -303,7 +363,7 @@ def _leave_out(
 
 
 LANES = {
-    op.kind: op.lane
+    name_of(op): op.lane
     for shapes_with_edge in BY_EDGE.values()
     for op in generate_training_step(shapes_with_edge[0]).operations
 }
@@ -409,10 +469,10 @@ def test_only_some_streams_go_straight(
     assert bool(plan["straight"]) == (what == "frozen weights") != plan["device_io"]
 
 
-STRAIGHT_WAITS: dict[str, tuple[str, str, str]] = {
-    "frozen weights": ("_read_straight", "used.wait()", "pass"),
-    "block inputs": ("load_input", "used.wait()", "pass"),
-    "activations": ("save_input", "self._input_downloads.pop(slot_name).wait()", "self._input_downloads.pop(slot_name)"),
+STRAIGHT_WAITS: dict[str, tuple[type, str, str, str]] = {
+    "frozen weights": (SwapManager, "_read_straight", "used.wait()", "pass"),
+    "block inputs": (InputSlots, "load", "used.wait()", "pass"),
+    "activations": (InputSlots, "save", "self._downloads.pop(slot).wait()", "self._downloads.pop(slot)"),
 }  # fmt: skip
 """By what goes straight: where it is waited for, and the code without the wait."""
 
@@ -425,8 +485,7 @@ def test_a_wait_left_out_before_bytes_go_straight_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
     what: str,
 ) -> None:
-    method, code, without = STRAIGHT_WAITS[what]
-    _leave_out(monkeypatch, SwapManager, method, code, without)
+    _leave_out(monkeypatch, *STRAIGHT_WAITS[what])
     with pytest.raises(Exception) as noticed:
         _assert_reached_in_time(models, wanted, tmp_path / "out", what)
     assert not isinstance(noticed.value, (NameError, TypeError, AttributeError, SyntaxError))
