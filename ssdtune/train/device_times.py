@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ssdtune.device.base import Device, Event
+from ssdtune.plan.schedule import Kind
 from ssdtune.train.lanes import Span
 
 
@@ -39,7 +40,9 @@ def real_spans(
         if operation.index in computed:
             start_s, end_s = computed[operation.index]
         else:
-            waited_s = max((computed[i][1] for i in operation.after if i in computed), default=0.0)
+            # What leaves a block is copied while the block computes.
+            point = 0 if operation.kind == Kind.SAVE_INPUT else 1
+            waited_s = max((computed[i][point] for i in operation.after if i in computed), default=0.0)
             start_s = min(max(start_s, waited_s), end_s)
         found.append(Span(operation, start_s, end_s))
     return found

@@ -32,14 +32,15 @@ def test_spans_are_when_the_card_computed_and_what_waited_for_it_began_after() -
     first = schedule.add(Lane.COMPUTE, Kind.FORWARD, "block.0", after=(load,))
     second = schedule.add(Lane.COMPUTE, Kind.BACKWARD, "block.0", after=(first,))
     collect = schedule.add(Lane.D2H, Kind.COLLECT_GRADIENT, "block.0", after=(second,))
-    early = schedule.add(Lane.SSD_WRITE, Kind.SAVE_INPUT, "block.0", after=(first,))
-    issued = {load: (0.0, 5.0), first: (5.0, 5.1), second: (5.1, 5.2), collect: (5.2, 9.5), early: (5.1, 6.0)}  # fmt: skip
+    early = schedule.add(Lane.SSD_WRITE, Kind.SAVE_GRADIENT, "block.0", after=(first,))
+    leaves = schedule.add(Lane.D2H, Kind.SAVE_INPUT, "block.0", after=(first,))
+    issued = {load: (0.0, 5.0), first: (5.0, 5.1), second: (5.1, 5.2), collect: (5.2, 9.5), early: (5.1, 6.0), leaves: (5.1, 6.0)}  # fmt: skip
     spans = [Span(schedule.operations[index], *times) for index, times in issued.items()]
     events: Any = {first: (At(100.0), At(101.5)), second: (At(101.5), At(103.5))}
 
     found = {span.operation.index: span for span in real_spans(spans, events, Card())}
     assert {index: (span.start_s, span.end_s) for index, span in found.items()} == {
-        load: (0.0, 5.0), first: (5.0, 6.5), second: (6.5, 8.5), collect: (8.5, 9.5), early: (6.0, 6.0),
+        load: (0.0, 5.0), first: (5.0, 6.5), second: (6.5, 8.5), collect: (8.5, 9.5), early: (6.0, 6.0), leaves: (5.1, 6.0),
     }  # fmt: skip
     assert real_spans(spans, events, CpuDevice()) == spans
     assert real_spans(spans, {}, Card()) == spans
