@@ -635,7 +635,11 @@ def check_memory(bench: Bench) -> dict[str, Any]:
         "inputs on ssd": {"host_cache": 0, "activations": "ssd"},
         "activations kept": {"host_cache": None, "recompute": "never"},
         "products kept": {"host_cache": None, "recompute": "cheap"},
-        "activations in host memory": {"host_cache": 0, "activations": "host", "recompute": "never"},
+        "activations in host memory": {
+            "host_cache": 0,
+            "activations": "host",
+            "recompute": "never",
+        },
         "activations on ssd": {"host_cache": 0, "activations": "ssd", "recompute": "never"},
     }
     if settings["dtype"] == "fp16":  # runs blocks again

@@ -380,7 +380,9 @@ class _Planner:
         candidates = [plan]
         if keeps and on_card and limits.activations == "auto":
             candidates.append(
-                replace(plan, kept=none, swapped=every, in_host=every, input_slots=wanted.input_slots)
+                replace(
+                    plan, kept=none, swapped=every, in_host=every, input_slots=wanted.input_slots
+                )
             )
         plan = self._with_slots(candidates)
         if streaming:
@@ -459,8 +461,10 @@ class _Planner:
         return list(dict.fromkeys(found))
 
     def _wait_in_host(self, plan: MemoryPlan) -> MemoryPlan:
-        """Let what leaves the card wait in host memory as far as there is room: the last blocks', for it comes
-        back soonest."""
+        """Let what leaves the card wait in host memory as far as there is room.
+
+        The last blocks' comes first, for it comes back soonest.
+        """
         leaving = [name for name in self.blocks if plan.moved_bytes(name, self.compute)]
 
         def waiting(number: int) -> MemoryPlan:

@@ -42,7 +42,9 @@ def real_spans(
         else:
             # What leaves a block is copied while the block computes.
             point = 0 if operation.kind == Kind.SAVE_INPUT else 1
-            waited_s = max((computed[i][point] for i in operation.after if i in computed), default=0.0)
+            waited_s = max(
+                (computed[i][point] for i in operation.after if i in computed), default=0.0
+            )
             start_s = min(max(start_s, waited_s), end_s)
         found.append(Span(operation, start_s, end_s))
     return found

@@ -87,7 +87,9 @@ def shapes(draw: st.DrawFn) -> StepShape:
         input_slots=input_slots,
         chunk_slots=draw(st.integers(1, 4)),
         inputs_stay=draw(st.booleans()),
-        in_host=frozenset(draw(st.sampled_from([[], blocks, blocks[1::2], blocks[num_blocks // 2 :]]))),
+        in_host=frozenset(
+            draw(st.sampled_from([[], blocks, blocks[1::2], blocks[num_blocks // 2 :]]))
+        ),
         kept=frozenset(blocks[(split := draw(st.integers(0, num_blocks))) :]),
         swapped=frozenset(blocks[: draw(st.integers(0, split))]) if input_slots else frozenset(),
         partly=frozenset(draw(st.sampled_from([[], blocks, blocks[::2]]))),
@@ -663,7 +665,8 @@ DIVIDED = [
 
 IN_HOST = [
     dataclasses.replace(
-        _shape(4, m, True, 2, 2, mode, "streamed"), in_host=frozenset(f"block.{i}" for i in range(4))
+        _shape(4, m, True, 2, 2, mode, "streamed"),
+        in_host=frozenset(f"block.{i}" for i in range(4)),
     )
     for m, mode in product((1, 3), MODES[:2])
 ]

@@ -69,7 +69,9 @@ def test_a_run_takes_the_slots_that_its_plan_names(
     assert ("block inputs" in device.taken) == bool(changes)
     waits_in_host = changes.get("activations") == "host"
     assert bool(memory["in_host"]) == waits_in_host
-    in_host = "in host memory" in plan(**settings(folder, output_dir=str(tmp_path), **changes)).text()
+    in_host = (
+        "in host memory" in plan(**settings(folder, output_dir=str(tmp_path), **changes)).text()
+    )
     assert in_host == waits_in_host
     assert memory["device_bytes"] == sum(planned.values()) <= memory["device_budget_bytes"]
     assert device.memory().by_purpose == {}
