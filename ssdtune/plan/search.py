@@ -49,7 +49,10 @@ class Found:
 def choices(parts: Sequence[PartSize], limits: MemoryLimits) -> dict[str, list[Any]]:
     """Return the values to try of each field of `Proportions`."""
     blocks = len({part.stage for part in parts if part.stage.startswith("block.")})
-    found: dict[str, list[Any]] = {
+    found: dict[str, list[Any]] = {}
+    if limits.device and limits.activations == "auto":
+        found["host_blocks"] = [None, *_shares(blocks, (0, 0.5))]
+    found |= {
         "kept_blocks": [None, *_shares(blocks, (0, 0.25, 0.5, 0.75, 1))],
         "partly_blocks": _shares(blocks, (0, 0.25, 0.5, 0.75, 1)),
         "swapped_blocks": _shares(blocks, (0, 0.25, 0.5, 0.75, 1)),
@@ -59,8 +62,6 @@ def choices(parts: Sequence[PartSize], limits: MemoryLimits) -> dict[str, list[A
         "chunk_slots": [3, 4, 6, 8, 12],
         "inputs_leave": [False, True],
     }
-    if limits.device and limits.activations == "auto":
-        found["host_blocks"] = [None, *_shares(blocks, (0, 0.5))]
     if limits.chunk_bytes is None:
         found["chunk_bytes"] = [size * MIB for size in (4, 8, 16, 32)]
     if not limits.clipping:
