@@ -198,14 +198,18 @@ def test_experts_cannot_be_counted(
 
 @pytest.mark.parametrize("arch", ["llama", "mixtral"])
 def test_nothing_is_left_behind(tmp_path: Path, arch: str) -> None:
-    """No fake tensor outlives the count, also where it fails, and nothing real was allocated for it."""
+    """No fake tensor outlives the count, and nothing real was allocated for it.
+
+    torch.compile keeps some for good if it ran before.
+    """
     blocks = open_blocks(tmp_path / "model", arch)
     kept_bytes(blocks, PLAIN.sequences, PLAIN.length)  # what torch makes once
     before = tensors()
+    known = {id(tensor) for tensor in before}
     kept_bytes(blocks, PLAIN.sequences, PLAIN.length)
     after = tensors()
     assert len(after) <= len(before)
-    assert not [tensor for tensor in after if issubclass(type(tensor), FakeTensor)]
+    assert not [t for t in after if issubclass(type(t), FakeTensor) and id(t) not in known]
     # and the model still runs
     assert really_kept(blocks, PLAIN) > 0
 
