@@ -16,7 +16,7 @@ from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.blocks import digest_of
 from ssdtune.hardware.profile import HardwareProfile, Rates
 from ssdtune.hardware.striped import measured_places, shares
-from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan, speculative_stages
+from ssdtune.plan.residency import ComputeSize, MemoryLimits, MemoryPlan
 from ssdtune.plan.search import LEAST_GAIN, Found, search
 from ssdtune.plan.times import ComputeTimes
 from ssdtune.report.answer import gain_line
@@ -38,6 +38,8 @@ LEAST_SPECULATION_GAIN = 0.05
 LEAST_SWAP_GAIN = 0.05
 """What a step must gain for activations to go to SSD if they are all that it writes, as with LoRA; where states are written
 too, a part of it. They wear the drives for time alone: they can be kept in memory or computed again."""
+MOST_SPECULATING = 20
+"""Simulated steps with such updates."""
 BEYOND_BUDGET_S = 1e9
 """What a plan is charged that writes more than the wear budget: more than any step takes."""
 
@@ -106,6 +108,7 @@ def choose(
     """
     if has_room:
         prepared = _dealt(prepared, profile, has_room)
+    times_of = times_of and _until_none(times_of)
     prepared = _divide(prepared, profile, times_of)
     forecaster = _forecaster(prepared, profile, times_of)
     usual, step_s = usual_proportions(prepared.config), cache(forecaster.step_s)
@@ -113,11 +116,12 @@ def choose(
     found = search(prepared.parts, prepared.compute, prepared.limits, charged_s, usual=usual)
     found = replace(found, step_s=step_s(found.plan), usual_s=step_s(prepared.memory))
     if has_room:
-        found = _speculating(prepared, found, step_s, has_room)
+        found = _speculating(prepared, found, step_s, charged_s, has_room)
     better = replace(prepared, memory=found.plan)
     return Chosen(
         better, forecaster.forecast(found.plan), found, tuple(_changes(better, forecaster, found))
     )
+
 
 
 def _dealt(prepared: Prepared, profile: HardwareProfile, has_room: HasRoom) -> Prepared:
@@ -129,18 +133,39 @@ def _dealt(prepared: Prepared, profile: HardwareProfile, has_room: HasRoom) -> P
     return by_rate if by_rate.shares and has_room(by_rate) else prepared
 
 
-def _speculating(prepared: Prepared, found: Found, step_s: StepTime, has_room: HasRoom) -> Found:
-    """Return the plan with updates made before the norm is known, if that is left to us, pays, and has room."""
+def _speculating(
+    prepared: Prepared, found: Found, step_s: StepTime, charged_s: StepTime, has_room: HasRoom
+) -> Found:
+    """Return the plan with updates made before the norm is known, if that is left to us, pays, and has room.
+
+    What else is best changes with it: the drives are busy beside the backward pass instead of the forward pass.
+    """
     if prepared.config.training.clipping != "auto" or not prepared.limits.clipping:
         return found
-    plan = replace(found.plan, speculative=speculative_stages(prepared.parts, found.plan))
-    seconds = step_s(plan) if plan.speculative else found.step_s
-    if seconds > found.step_s * (1 - LEAST_SPECULATION_GAIN):
+    again = search(
+        prepared.parts, prepared.compute, prepared.limits, charged_s,
+        usual=replace(found.proportions, speculative=True), most_steps=MOST_SPECULATING,
+    )  # fmt: skip
+    found = replace(found, num_tried=found.num_tried + again.num_tried)
+    seconds = step_s(again.plan)
+    if not again.plan.speculative or seconds > found.step_s * (1 - LEAST_SPECULATION_GAIN):
         return found
-    if not has_room(replace(prepared, memory=plan)):
+    if not has_room(replace(prepared, memory=again.plan)):
         return found
-    proportions = replace(found.proportions, speculative=True)
-    return replace(found, plan=plan, proportions=proportions, step_s=seconds)
+    return replace(found, plan=again.plan, proportions=again.proportions, step_s=seconds)
+
+
+def _until_none(times_of: TimesOf) -> TimesOf:
+    """Return the same, that isn't asked again once it had no answer: what is measured and what is counted can't be compared."""
+    answers = True
+
+    def times(prepared: Prepared, profile: HardwareProfile) -> ComputeTimes | None:
+        nonlocal answers
+        found = times_of(prepared, profile) if answers else None
+        answers = found is not None
+        return found
+
+    return times
 
 
 def within_wear(prepared: Prepared, step_s: StepTime) -> StepTime:
