@@ -123,7 +123,6 @@ def choose(
     )
 
 
-
 def _dealt(prepared: Prepared, profile: HardwareProfile, has_room: HasRoom) -> Prepared:
     """Return the run with its states dealt over the drives by their rates, where that gains and all have room for it."""
     if not profile.directories:  # only what all reach together is known
