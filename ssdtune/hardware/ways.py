@@ -62,8 +62,10 @@ def measure_ways(
     if len(rates) < 2:
         return ()
     each = seconds / (len(rates) * len(_KINDS) * _ROUNDS)
-    for _ in range(_ROUNDS):
-        for name, to_card in list(rates):
+    for number in range(_ROUNDS):
+        order = list(rates)
+        first = number % len(order)
+        for name, to_card in order[first:] + order[:first]:  # another one begins each round
             try:
                 with (
                     _places(device if to_card else None) as place_of,
@@ -91,28 +93,32 @@ def stream_names(place: DirectoryProfile, source: DirectoryProfile, *, card: boo
         card: A card computes.
     """
     return StreamNames(
-        weights=_fastest(source, "read_bytes_per_s", card, among=place.backend),
+        weights=_straight(source, "read_bytes_per_s", card) or _reader(source, place.backend),
         states=place.backend,
-        activations=_fastest(place, "mixed_bytes_per_s", card, among=place.backend),
+        activations=_straight(place, "mixed_bytes_per_s", card) or place.backend,
     )
 
 
-def _fastest(place: DirectoryProfile, rate: str, card: bool, *, among: str) -> str:
-    """Return the backend of a stream: one that goes straight to the card if it is faster, `among` unless it is clearly slower."""
+def _straight(place: DirectoryProfile, rate: str, card: bool) -> str:
+    """Return the backend that goes straight to the card, if that is faster than through host memory; else nothing."""
     ways = place.ways or ()
     through = [
         getattr(way, rate) for way in ways if way.to_card and way.backend not in DEVICE_BACKENDS
     ]
     straight = [way for way in ways if way.to_card and way.backend in DEVICE_BACKENDS]
-    if card and straight and through:
-        fastest = max(straight, key=lambda way: getattr(way, rate))
-        if getattr(fastest, rate) > max(through):
-            return fastest.backend
-    in_host = {way.backend: getattr(way, rate) for way in ways if not way.to_card}
-    if not in_host.get(among):
-        return among
-    best = max(in_host, key=lambda name: in_host[name])
-    return best if in_host[best] > CLEARLY_FASTER * in_host[among] else among
+    if not (card and straight and through):
+        return ""
+    fastest = max(straight, key=lambda way: getattr(way, rate))
+    return fastest.backend if getattr(fastest, rate) > max(through) else ""
+
+
+def _reader(place: DirectoryProfile, usual: str) -> str:
+    """Return the backend that reads fastest into host memory: the usual one unless it is clearly slower."""
+    rates = {way.backend: way.read_bytes_per_s for way in place.ways or () if not way.to_card}
+    if not rates.get(usual):
+        return usual
+    best = max(rates, key=lambda name: rates[name])
+    return best if rates[best] > CLEARLY_FASTER * rates[usual] else usual
 
 
 @dataclass(frozen=True)
