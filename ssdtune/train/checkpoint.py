@@ -16,9 +16,11 @@ from typing import Any
 from ssdtune.errors import ConfigError, FormatError
 from ssdtune.store.durable import REMOVED, remove_dir, replace_dir, write_json_atomic
 from ssdtune.store.store import Store
+from ssdtune.train.output import SETTINGS
 
 FORMAT = 1
 PREFIX, PARTIAL = "checkpoint-", ".partial"
+PLAN = "plan.json"
 
 _FINGERPRINTS = {
     "model": "the files of the model are others, or have other times (cp -p keeps these)",
@@ -63,6 +65,9 @@ def remove_remains(output_dir: Path) -> None:
     for pattern in (f"{PREFIX}*{PARTIAL}", f".{PREFIX}*{REMOVED}"):
         for folder in output_dir.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
+    for name in (SETTINGS, PLAN):
+        for file in output_dir.glob(f".{name}.*.tmp"):
+            file.unlink(missing_ok=True)
 
 
 def find_checkpoint(output_dir: Path, wanted: str) -> Path:

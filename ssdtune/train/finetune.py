@@ -48,6 +48,7 @@ from ssdtune.store.store import Store
 from ssdtune.swap.manager import SwapManager
 from ssdtune.swap.update import AdamSettings, OutOfCoreAdam
 from ssdtune.train.checkpoint import (
+    PLAN,
     TrainerState,
     check_identity,
     checkpoint_folders,
@@ -387,7 +388,7 @@ class _Run:
             "estimate": self.disk.estimate.to_dict(),
             "forecast": self.forecast.to_dict() if self.forecast else None,
         }
-        write_text_atomic(self.output_dir / "plan.json", json.dumps(plan, indent=2) + "\n")
+        write_text_atomic(self.output_dir / PLAN, json.dumps(plan, indent=2) + "\n")
 
     def _leave_if_asked(self, when: str) -> None:
         if self.signals.requested is not None:

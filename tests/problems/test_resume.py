@@ -217,10 +217,11 @@ def test_a_run_that_goes_back_drops_what_came_later(
     for name in (".checkpoint-1.removed", "checkpoint-3.partial"):
         (out / name).mkdir()
     (out / "swap/.ssdtune-owner.json.1.tmp").touch()
+    (out / ".config.yaml.1.tmp").touch()
     finetune(**settings | {"resume_from_checkpoint": "last"})
     assert_same_bits(read_run(out), wanted)
     assert {path.name for path in out.iterdir() if path.is_dir()} == {"checkpoint-4", "swap"}
-    assert not list((out / "swap").glob("*.tmp"))
+    assert not list(out.rglob(".*.tmp"))
 
 
 def test_half_a_checkpoint_is_never_the_last(saved: dict[str, Any]) -> None:
