@@ -39,6 +39,8 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(folder, args.steps, True, args.dtype, 0)
     records: list[dict[str, Any]] = []
+    for model in args.models:  # kept ones are hours old
+        (folder / f"profile-{model}.json").unlink(missing_ok=True)
     try:
         for chosen in product(args.models, args.methods, args.batches, args.modes, args.memories):
             cell = Cell(*chosen)
@@ -139,7 +141,7 @@ def _parse() -> argparse.Namespace:
         action="store_true",
         help="also a step of the same training in memory, in turns",
     )
-    parser.add_argument("--keep", action="store_true", help="leave models and profiles")
+    parser.add_argument("--keep", action="store_true", help="leave models for next time")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the JSON after each case")
     args = parser.parse_args()
