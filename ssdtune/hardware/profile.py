@@ -54,6 +54,7 @@ class Rates:
         adam_parameters_per_s: With the best form and number of threads.
         adam_with_io_parameters_per_s: While mixed I/O runs, which then reaches `io_with_adam_bytes_per_s`.
         memory_bytes_per_s: Copying, each copied byte counted twice.
+        copy_bytes_per_s: The same by one thread; 0 if that was not measured.
         h2d_bytes_per_s, d2h_bytes_per_s: Pinned memory to a card and back; None on a CPU.
         both_bytes_per_s: Sum of both directions at once; None on a CPU.
         forward_flop_per_s, backward_flop_per_s: Of a block, by dtype ("fp32", "bf16"), at the largest
@@ -78,6 +79,7 @@ class Rates:
     adam_core_share: float = 1.0
     source_read_bytes_per_s: float = 0.0
     activation_pace: float = 1.0
+    copy_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +176,7 @@ class HardwareProfile:
             if places and model
             else 0.0,
             activation_pace=pace.activations / pace.states,
+            copy_bytes_per_s=next((p.copy_bytes_per_s for p in self.memory if p.threads == 1), 0.0),
         )
 
     def _striped(self, directories: Sequence[Path] | None, shares: Sequence[float]) -> StripedRates:

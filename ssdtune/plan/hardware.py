@@ -32,6 +32,7 @@ class Work:
         compute_s: Seconds that this takes, where they were measured; then `flop` is 0.
         dram_bytes: Moved in host memory besides the above, each of which counts once there too.
         copied_bytes: Read and written by the device in between computing: gradients added up, norms taken.
+        aside_bytes: Of `read_bytes`, what one thread copies to its place while others compute.
         adam_elements: Elements updated by the optimizer on the CPU.
         acquires_bytes, releases_bytes: Memory by kind, taken at the start and given back at the end.
     """
@@ -47,6 +48,7 @@ class Work:
     compute_s: float = 0
     dram_bytes: float = 0
     copied_bytes: float = 0
+    aside_bytes: float = 0
     adam_elements: float = 0
     acquires_bytes: tuple[tuple[str, int], ...] = ()
     releases_bytes: tuple[tuple[str, int], ...] = ()
@@ -69,6 +71,7 @@ class Hardware:
         source_bytes_per_s: Reading the model's own files, which lie on one of the drives; None for as fast as states.
         activation_pace: How fast block inputs and activations are moved, in units of the states' pace.
         dram_bytes_per_s: Memory bandwidth that copies and the optimizer can use together.
+        copy_bytes_per_s: Of one thread that copies, each copied byte counted twice; None for `dram_bytes_per_s`.
         adam_elements_per_s: AdamW with data in memory.
         adam_core_share: Share of the cores that it occupies.
         io_core_share: Share of the cores that transfers occupy while the drives are busy.
@@ -90,6 +93,7 @@ class Hardware:
     source_bytes_per_s: float | None = None
     activation_pace: float = 1.0
     dram_bytes_per_s: float = float("inf")
+    copy_bytes_per_s: float | None = None
     adam_elements_per_s: float
     adam_core_share: float = 1.0
     io_core_share: float = 0.0
@@ -144,6 +148,8 @@ class Hardware:
         adam = work.adam_elements / self.adam_elements_per_s
         if self.computes_on_cpu:
             compute += work.copied_bytes / self.dram_bytes_per_s
+            # The threads of a block share its work evenly: while one has to share its core, all wait.
+            compute += 2 * work.aside_bytes / (self.copy_bytes_per_s or self.dram_bytes_per_s)
         ssd = self.ssd_s(work.read_bytes, work.write_bytes, work.requests)
         if work.source_bytes and self.source_bytes_per_s:
             usual = self.ssd_s(work.source_bytes, 0)

@@ -46,6 +46,7 @@ AMOUNTS = (
     "compute_s",
     "dram_bytes",
     "copied_bytes",
+    "aside_bytes",
     "adam_elements",
 )
 """Fields of `Work` that are proportional to the work."""
@@ -391,7 +392,7 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
                 source_bytes=source,
                 requests=requests if moved else 0,
                 h2d_bytes=straight,
-                copied_bytes=2 * (source - straight),
+                aside_bytes=source - straight,
             )
         case Kind.UPLOAD:
             return Work(h2d_bytes=stage.upload_bytes)

@@ -241,6 +241,7 @@ def hardware_of(prepared: Prepared, rates: Rates) -> Hardware:
         source_bytes_per_s=rates.source_read_bytes_per_s or None,
         activation_pace=rates.activation_pace,
         dram_bytes_per_s=rates.memory_bytes_per_s or infinite,
+        copy_bytes_per_s=rates.copy_bytes_per_s or None,
         adam_elements_per_s=rates.adam_parameters_per_s,
         adam_core_share=rates.adam_core_share,
         io_core_share=_io_core_share(rates),

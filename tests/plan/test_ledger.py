@@ -344,6 +344,9 @@ def test_what_takes_only_some_cores() -> None:
     # gradients added up: by the cores where they compute, else by the device, whose time includes it
     assert machine.cost(Work(copied_bytes=5e9)).seconds == {"cores": 0.5}
     assert replace(machine, computes_on_cpu=False).cost(Work(copied_bytes=5e9)).seconds == {}
+    assert machine.cost(Work(aside_bytes=5e9)).seconds == {"cores": 1.0}
+    one_thread = replace(machine, copy_bytes_per_s=4e9)
+    assert one_thread.cost(Work(aside_bytes=5e9)).seconds == {"cores": 2.5}
 
 
 def test_gradients_are_copied_once_and_then_added_up() -> None:
@@ -393,8 +396,8 @@ def test_what_goes_straight_to_a_card_is_read_across_the_link_and_not_uploaded()
 
     host, straight = moved(0), moved(frozen)
     assert straight[Kind.LOAD].read_bytes == host[Kind.LOAD].read_bytes == frozen
-    assert (straight[Kind.LOAD].h2d_bytes, straight[Kind.LOAD].copied_bytes) == (frozen, 0)
-    assert host[Kind.LOAD].copied_bytes == 2 * frozen
+    assert (straight[Kind.LOAD].h2d_bytes, straight[Kind.LOAD].aside_bytes) == (frozen, 0)
+    assert host[Kind.LOAD].aside_bytes == frozen
     assert straight[Kind.UPLOAD].h2d_bytes == host[Kind.UPLOAD].h2d_bytes - frozen
 
 
