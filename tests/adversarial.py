@@ -44,8 +44,8 @@ def use(
     if not on_cpu:
         use_device(monkeypatch, device)
     monkeypatch.setattr("ssdtune.io.streams.open_backend", LateBackend)
-    monkeypatch.setattr("ssdtune.train.finetune.BufferPool", PoisonedPool)
-    monkeypatch.setattr("ssdtune.train.finetune.Lanes", lambda: OneByOne(order, device))
+    monkeypatch.setattr("ssdtune.train.run.BufferPool", PoisonedPool)
+    monkeypatch.setattr("ssdtune.train.run.Lanes", lambda: OneByOne(order, device))
     return device
 
 

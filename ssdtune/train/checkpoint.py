@@ -13,20 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssdtune.errors import ConfigError, FormatError
+from ssdtune.errors import FormatError
 from ssdtune.store.durable import REMOVED, remove_dir, replace_dir, write_json_atomic
 from ssdtune.store.store import Store
-from ssdtune.train.output import SETTINGS
+from ssdtune.train.output import PLAN, SETTINGS
 
 FORMAT = 1
 PREFIX, PARTIAL = "checkpoint-", ".partial"
-PLAN = "plan.json"
-
-_FINGERPRINTS = {
-    "model": "the files of the model are others, or have other times (cp -p keeps these)",
-    "rows": "the tokenized rows are others (train_file, max_length, tokenizer, what is learned of them)",
-}
-"""What it means that a hash differs, which tells nobody anything itself."""
 
 
 @dataclass(frozen=True)
@@ -68,29 +61,6 @@ def remove_remains(output_dir: Path) -> None:
     for name in (SETTINGS, PLAN):
         for file in output_dir.glob(f".{name}.*.tmp"):
             file.unlink(missing_ok=True)
-
-
-def find_checkpoint(output_dir: Path, wanted: str) -> Path:
-    """Return the checkpoint that `resume_from_checkpoint` names.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if wanted == "last":
-        folders = checkpoint_folders(output_dir)
-        if not folders:
-            raise ConfigError(
-                f"{output_dir} has no checkpoint to resume from. Start without resume_from_checkpoint."
-            )
-        return folders[-1]
-    folder = Path(wanted).expanduser().absolute()
-    if folder not in [f.absolute() for f in checkpoint_folders(folder.parent)]:
-        raise ConfigError(f"{folder} is not a checkpoint (a folder checkpoint-N of a run).")
-    if folder.parent != output_dir.absolute():
-        raise ConfigError(
-            f"{folder} belongs to the run in {folder.parent}, not to output_dir {output_dir}. Use the same output_dir."
-        )
-    return folder
 
 
 def read_state(folder: Path) -> TrainerState:
@@ -156,21 +126,3 @@ def _drop(store: Store, folder: Path) -> None:
     remove_dir(folder)
     if folder.name in store.frozen_labels:
         store.release(folder.name)
-
-
-def check_identity(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on with another run than the one that was saved.
-
-    Raises:
-        ConfigError: Something differs; all differences are named.
-    """
-    changed = [
-        _FINGERPRINTS.get(key) or f"{key} was {saved.get(key)!r}, is {now.get(key)!r}"
-        for key in sorted({*saved, *now})
-        if saved.get(key) != now.get(key)
-    ]
-    if changed:
-        raise ConfigError(
-            f"{folder} cannot be resumed by another run: {'; '.join(changed)}. "
-            "Resume with the settings in its run's config.yaml, or start anew in another output_dir."
-        )

@@ -46,7 +46,8 @@ from ssdtune.train.checkpoint import (
     read_manifest,
     read_state,
 )
-from ssdtune.train.prepare import adapter_dtype, precision_of
+from ssdtune.train.open_model import build, precision_of
+from ssdtune.train.output import SETTINGS
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ class _Saved:
 
 
 def _read_saved(folder: Path) -> _Saved:
-    settings = folder.parent / "config.yaml"
+    settings = folder.parent / SETTINGS
     if not settings.is_file():
         raise ConfigError(
             f"{settings} does not exist; it says which model {folder.name} belongs to. Put it back."
@@ -253,16 +254,7 @@ def _write_checkpoint(
 ) -> None:
     config = saved.config
     dtype = getattr(torch, str(saved.state.identity["dtype"]).removeprefix("torch."))
-    built = build_model(
-        original,
-        dtype=dtype,
-        attn_implementation=config.model.attn_implementation,
-        trust_remote_code=config.model.trust_remote_code,
-        lora=config.lora if config.method == "lora" else None,
-        adapter=Path(config.model.adapter).expanduser() if config.model.adapter else None,
-        adapter_dtype=adapter_dtype(config, dtype),
-        seed=config.training.seed,
-    )
+    built = build(config, original, dtype)
     blocks = BlockModel(built, torch.device("cpu"))
     _check_units(saved, blocks.layout.trained_parts)
     precision = precision_of(config)

@@ -1,4 +1,4 @@
-"""Holds a run's output folder: no two runs write into one, and none replaces files that no run has written.
+"""A run's output folder: no two runs write into one, and none replaces files that no run has written.
 
 The lock is on the folder itself: it leaves no file behind, and the system drops it when the process ends.
 Swap directories have locks of their own, see `ssdtune.store.lock`.
@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from ssdtune.config.load import to_yaml, with_absolute_paths
+from ssdtune.config.schema import Config
 from ssdtune.errors import ConfigError
+from ssdtune.store.durable import write_text_atomic
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 SETTINGS = "config.yaml"
-SETTINGS_TITLE = "# All settings of the run.\n"
+PLAN = "plan.json"
+_TITLE = "# All settings of the run.\n"
 """First line of the settings that a run writes: a file without it is somebody's own."""
 
 
@@ -34,13 +41,38 @@ def refuse_foreign(output_dir: Path) -> None:
         return
     settings = output_dir / SETTINGS
     names = [path.name for path in output_dir.iterdir() if path.is_file() and _is_of_a_model(path)]
-    if settings.is_file() and not settings.read_bytes().startswith(SETTINGS_TITLE.encode()):
+    if settings.is_file() and not settings.read_bytes().startswith(_TITLE.encode()):
         names.append(SETTINGS)
     if names:
         raise ConfigError(
             f"output_dir {output_dir} holds {', '.join(sorted(names)[:3])}, which no run of ssdtune wrote and this one "
             "would replace. Name another output_dir."
         )
+
+
+def write_settings(output_dir: Path, config: Config) -> None:
+    """Write all settings of a run: from here on the folder is that of a run.
+
+    Raises:
+        StorageError: They cannot be written.
+    """
+    # Where a resumed run went on from is no setting of the run.
+    training = replace(config.training, resume_from_checkpoint=None)
+    settings = with_absolute_paths(replace(config, training=training))
+    write_text_atomic(output_dir / SETTINGS, _TITLE + to_yaml(settings))
+
+
+def write_plan(output_dir: Path, **figures: Any) -> None:
+    """Write what a run is going to do.
+
+    Args:
+        **figures: Plain data by name.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    text = json.dumps({"schema_version": 1, **figures}, indent=2) + "\n"
+    write_text_atomic(output_dir / PLAN, text)
 
 
 def _is_of_a_model(path: Path) -> bool:

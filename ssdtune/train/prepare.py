@@ -1,7 +1,8 @@
-"""Everything that is settled before a run touches a drive: model, rows, device, memory and disk plans.
+"""Everything that is settled before a run touches a drive: model, rows, device, and the plan of its memory.
 
-`ssdtune plan` stops here and prints it; `ssdtune.train.finetune` goes on from here. Bad input is found here,
-before anything is written.
+`ssdtune plan` (`ssdtune.train.planning`) and `ssdtune.train.finetune` go on from here. Bad input is found here, before anything is
+written. The model is opened by `ssdtune.train.open_model`, its rows read by `ssdtune.train.rows`; here is how much memory both take.
+Which plan is the fastest is `ssdtune.train.choose`'s to say, what goes to drives `ssdtune.train.disk`'s.
 """
 
 from __future__ import annotations
@@ -12,22 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ssdtune.config.schema import Config
-from ssdtune.data import (
-    Batch,
-    BatchPlan,
-    Padding,
-    TokenizedRows,
-    eval_batches,
-    load_rows,
-    load_tokenizer,
-)
 from ssdtune.device import open_device
 from ssdtune.device.base import Device
-from ssdtune.device.dtypes import COMPUTE_DTYPES
 from ssdtune.errors import CapacityError, ConfigError
 from ssdtune.hardware.memory import (
     KERNEL_BYTES,
@@ -41,8 +31,8 @@ from ssdtune.io.buffers import aligned_size
 from ssdtune.io.select import DEVICE_BACKENDS
 from ssdtune.io.streams import StreamNames
 from ssdtune.model.blocks import BlockModel
-from ssdtune.model.build import BuiltModel, base_name, build_model
-from ssdtune.model.checkpoint import HfCheckpoint, resolve
+from ssdtune.model.build import BuiltModel, base_name
+from ssdtune.model.checkpoint import HfCheckpoint
 from ssdtune.model.chunked_loss import chunked_loss_bytes
 from ssdtune.model.experts import feed_forward_size, num_chosen
 from ssdtune.model.footprint import Footprint, footprint
@@ -60,6 +50,15 @@ from ssdtune.plan.residency import (
     plan_memory,
 )
 from ssdtune.swap.states import Precision
+from ssdtune.train.open_model import build, choose_dtype, for_fp16, open_checkpoint, precision_of
+from ssdtune.train.rows import (
+    Rows,
+    config_with,
+    longest_sequence,
+    micro_batch_sizes,
+    num_lengths,
+    read_rows,
+)
 from ssdtune.train.smaller import nearest_settings
 from ssdtune.units import MIB, format_count, format_disk, format_memory
 
@@ -82,28 +81,22 @@ KERNELS = {"full": 20, "lora": 40}
 """Products of matrices of different shapes in a step whose rows have one length; oneDNN compiles each."""
 LEAST_KERNELS, MOST_KERNELS = 128, 1024
 """Compiled products that stay: enough for all micro-batches of a step, but not for every length there is."""
-USUAL_TOKENS = 8192
-"""Tokens of a micro-batch above which computing gains nothing from more."""
-
-
-@dataclass
-class Rows:
-    """The rows of a run, tokenized, and how they make up steps."""
-
-    train: TokenizedRows
-    plan: BatchPlan
-    evaluation: list[Batch]
-    total_steps: int
-    padding: Padding
-
-    def divided(self, config: Config) -> Rows:
-        """Return the same rows in the micro-batches of other settings."""
-        return replace(self, plan=_batch_plan(config, self.train, self.padding))
 
 
 @dataclass
 class Prepared:
-    """What a run is made of."""
+    """What a run is made of.
+
+    Attributes:
+        parts: Sizes of all parts, for the planner.
+        compute: Memory that computing needs for the longest micro-batch.
+        limits: What plans have to keep to; `memory` is the plan.
+        rows: None of a plan without a train_file.
+        max_length: Longest sequence, in tokens.
+        sizes: Micro-batches that may be chosen, in sequences; one if the user chose.
+        shares: Of each state on each swap directory, relative; none for equal ones.
+        streams: The I/O backend of each stream.
+    """
 
     config: Config
     checkpoint: HfCheckpoint
@@ -118,16 +111,19 @@ class Prepared:
     rows: Rows | None
     max_length: int
     sizes: Sequence[int]
-    """Micro-batches that may be chosen, in sequences; one if the user chose."""
     shares: Sequence[float] = ()
-    """Of each state on each swap directory, relative; none for equal ones."""
     streams: StreamNames = field(default_factory=StreamNames)
-    """The I/O backend of each stream."""
 
     @property
     def precision(self) -> Precision:
         """Which states trained parts have."""
         return precision_of(self.config)
+
+    @property
+    def training_rows(self) -> Rows:
+        """The rows that a run has; only a plan may have none."""
+        assert self.rows is not None, "no train_file"
+        return self.rows
 
     @property
     def layout(self) -> ModelLayout:
@@ -160,11 +156,11 @@ def prepare(
         ConfigError: Something about the input is wrong.
         CapacityError: It does not fit into the memory.
     """
-    checkpoint = _open_checkpoint(config, weights_needed=weights_needed and with_rows)
+    checkpoint = open_checkpoint(config, weights_needed=weights_needed and with_rows)
     device = open_device(config.memory.device, budget_bytes=tensor_bytes(config.memory.gpu_memory))
     dtype = dtype or choose_dtype(config.model.dtype, device)
     if dtype == torch.float16:
-        config = _for_fp16(config)
+        config = for_fp16(config)
     if config.memory.compute_threads:
         torch.set_num_threads(config.memory.compute_threads)
     if config.model.torch_compile and config.memory.recompute == "cheap":
@@ -178,16 +174,7 @@ def prepare(
 
         require_compiler(device.torch_device)
     rows = read_rows(config, checkpoint) if with_rows else None
-    built = build_model(
-        checkpoint,
-        dtype=dtype,
-        attn_implementation=config.model.attn_implementation,
-        trust_remote_code=config.model.trust_remote_code,
-        lora=config.lora if config.method == "lora" else None,
-        adapter=Path(config.model.adapter).expanduser() if config.model.adapter else None,
-        adapter_dtype=adapter_dtype(config, dtype),
-        seed=config.training.seed,
-    )
+    built = build(config, checkpoint, dtype)
     blocks = BlockModel(built, device.torch_device)
     if compiles:
         blocks.call_block = CompiledBlocks(lengths_vary=not config.data.packing)
@@ -246,27 +233,6 @@ def prepare(
     )  # fmt: skip
 
 
-def micro_batch_sizes(config: Config) -> list[int]:
-    """Return the sizes of micro-batches that may be chosen, the usual one first, then smaller ones."""
-    total, given = config.training.train_batch_size, config.training.per_device_train_batch_size
-    if total is None or given * config.training.gradient_accumulation_steps == total != 1:
-        return [given]
-    most = max(1, USUAL_TOKENS // config.data.max_length)
-    return [size for size in range(min(total, most), 0, -1) if total % size == 0]
-
-
-def config_with(config: Config, micro_batch_size: int) -> Config:
-    """Return settings whose step is divided into micro-batches of this size."""
-    training = config.training
-    total = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    training = replace(
-        training,
-        per_device_train_batch_size=micro_batch_size,
-        gradient_accumulation_steps=(training.train_batch_size or total) // micro_batch_size,
-    )
-    return replace(config, training=training)
-
-
 def with_micro_batches(prepared: Prepared, size: int) -> Prepared | None:
     """Return a run whose steps are divided otherwise; None if that does not fit."""
     config = config_with(prepared.config, size)
@@ -288,106 +254,6 @@ def usual_proportions(config: Config) -> Proportions:
     )
 
 
-def _open_checkpoint(config: Config, *, weights_needed: bool) -> HfCheckpoint:
-    name = config.model.model_name_or_path
-    if not weights_needed and not any(resolve(name).glob("*.safetensors*")):
-        return HfCheckpoint.open_config(name)
-    return HfCheckpoint.open(name, convert_dir=Path(config.training.output_dir) / "converted")
-
-
-def choose_dtype(name: str, device: Device) -> torch.dtype:
-    """Return the compute dtype.
-
-    Raises:
-        ConfigError: A card was asked for a dtype that it lacks.
-    """
-    if name == "auto":
-        halves = (torch.bfloat16, torch.float16)
-        return next((dtype for dtype in halves if device.supports(dtype)), torch.float32)
-    dtype = COMPUTE_DTYPES[name]
-    if not device.supports(dtype):
-        if device.torch_device.type != "cpu":
-            raise ConfigError(f"{device.name} has no {name} in hardware. Use --dtype fp32 or auto.")
-        logger.warning(
-            "this CPU has no instructions for %s: it is emulated, many times slower. --dtype auto takes fp32.",
-            name,
-        )
-    return dtype
-
-
-def _for_fp16(config: Config) -> Config:
-    """Return the settings for computing in fp16.
-
-    A step is skipped if any gradient of it is not finite, so none may be applied before all are known; and the weights
-    that a block computes with are made from those in its slot each time, so that graphs would keep them.
-    """
-    wrong = {
-        "training.clipping: speculative updates before all gradients were looked at":
-            config.training.clipping == "speculative",
-        "memory.recompute: never would keep fp16 copies of all weights": config.memory.recompute == "never",
-        "training.master_weights: false rounds to bf16": not config.training.master_weights,
-    }  # fmt: skip
-    found = [text for text, is_wrong in wrong.items() if is_wrong]
-    if found:
-        raise ConfigError(
-            f"this does not go with computing in fp16: {'; '.join(found)}. Leave it out, or use --dtype fp32."
-        )
-    return replace(
-        config,
-        training=replace(config.training, clipping="deferred"),
-        memory=replace(
-            config.memory, recompute="cheap" if config.memory.recompute == "cheap" else "always"
-        ),
-    )
-
-
-def read_rows(config: Config, checkpoint: HfCheckpoint) -> Rows:
-    """Read and tokenize the training and held-out rows."""
-    tokenizer = load_tokenizer(
-        checkpoint.path, trust_remote_code=config.model.trust_remote_code, missing_ok=True
-    )
-    vocab_size = checkpoint.vocab_size
-    train = load_rows(config.data.train_file, tokenizer, config.data, vocab_size=vocab_size)
-    padding = Padding.of(tokenizer)
-    training = config.training
-    if (
-        training.train_batch_size
-    ):  # how it is divided, and so its memory, comes later; steps stay the same
-        config = config_with(config, micro_batch_sizes(config)[0])
-    plan = _batch_plan(config, train, padding)
-    evaluation: list[Batch] = []
-    if config.data.eval_file:
-        held_out = load_rows(config.data.eval_file, tokenizer, config.data, vocab_size=vocab_size)
-        size = training.per_device_eval_batch_size or training.per_device_train_batch_size
-        evaluation = list(eval_batches(held_out, batch_size=size, padding=padding))
-    for line in train.report.summary():
-        logger.info("%s", line)
-    steps = plan.num_steps(training.num_train_epochs, training.max_steps)
-    return Rows(train, plan, evaluation, steps, padding)
-
-
-def _batch_plan(config: Config, train: TokenizedRows, padding: Padding) -> BatchPlan:
-    training = config.training
-    return BatchPlan(
-        train,
-        batch_size=training.per_device_train_batch_size,
-        accumulation_steps=training.gradient_accumulation_steps,
-        seed=training.seed if training.data_seed is None else training.data_seed,
-        shuffle=config.data.shuffle,
-        pack_length=config.data.max_length if config.data.packing else None,
-        padding=padding,
-    )
-
-
-def longest_sequence(config: Config, rows: Rows | None) -> int:
-    """Return the longest sequence of the run, in tokens."""
-    if rows is None or config.data.packing:
-        return config.data.max_length
-    lengths = [int(rows.train.lengths.max())]
-    lengths += [batch.input_ids.shape[1] for batch in rows.evaluation]
-    return max(lengths)
-
-
 def host_budget(config: Config) -> int:
     """Return the host memory that the whole process may take, in bytes."""
     if config.memory.host_memory is not None:
@@ -407,22 +273,6 @@ def kernel_bytes(config: Config, rows: Rows | None, dtype: torch.dtype) -> int:
     at_once = each * min(lengths, config.training.gradient_accumulation_steps)
     kept = bound_kernels(min(max(at_once, LEAST_KERNELS), MOST_KERNELS))
     return KERNEL_BYTES * max(min(each * lengths, kept) - KERNELS["full"], 0)
-
-
-def num_lengths(config: Config, rows: Rows | None) -> int:
-    """Return the most different lengths that micro-batches can have, the other number of rows in the last counted as one."""
-    if rows is None:
-        return 1
-    size = config.training.per_device_train_batch_size
-    if config.data.packing:  # what rows add up to
-        most = config.data.max_length
-    else:
-        most = len(np.unique(rows.train.lengths))
-    most += rows.plan.num_sequences % size > 0
-    most += len({batch.input_ids.shape for batch in rows.evaluation})
-    return min(
-        most, rows.total_steps * config.training.gradient_accumulation_steps + len(rows.evaluation)
-    )
 
 
 def check_memory(prepared: Prepared) -> None:
@@ -461,18 +311,6 @@ def _device_limits(config: Config, device: Device) -> DeviceLimits | None:
     if not device.own_memory:
         return None
     return device_limits(device.memory().free_bytes, config.memory.gpu_memory, device.name)
-
-
-def precision_of(config: Config) -> Precision:
-    """Return which states the settings give trained parts."""
-    training = config.training
-    return Precision(training.master_weights, training.optim == "adamw_8bit")
-
-
-def adapter_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """Return what adapters compute in: bf16 over fp32 masters if the model does; without masters fp32."""
-    in_bf16 = dtype == torch.bfloat16 and config.training.master_weights
-    return torch.bfloat16 if in_bf16 else torch.float32
 
 
 def part_sizes(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssdtune.config.schema import Config
-from ssdtune.data.batches import Batch, BatchPlan
+from ssdtune.config.schema import TrainingConfig
+from ssdtune.data.batches import Batch
 from ssdtune.errors import Interrupted, StorageError
 from ssdtune.model.rotary import longest_rows
 from ssdtune.model.source import WeightSource
@@ -24,8 +24,6 @@ from ssdtune.report.metrics import MetricsWriter, read_metrics
 from ssdtune.report.progress import Progress
 from ssdtune.report.timeline import Bar, draw
 from ssdtune.store.store import Store
-from ssdtune.swap.manager import SwapManager
-from ssdtune.swap.update import OutOfCoreAdam
 from ssdtune.train.checkpoint import (
     PREFIX,
     TrainerState,
@@ -34,6 +32,7 @@ from ssdtune.train.checkpoint import (
 )
 from ssdtune.train.engine import Engine
 from ssdtune.train.lanes import Span
+from ssdtune.train.rows import Rows
 from ssdtune.train.signals import StopSignals
 from ssdtune.units import format_time
 
@@ -67,9 +66,6 @@ class Trainer:
     """Runs all steps of a run.
 
     Args:
-        batches: Which rows make up which step.
-        evaluation: Micro-batches of the held-out rows.
-        total_steps: Steps of the whole run.
         first_step: Steps done before (resume).
         identity: What a resumed run must share with this one.
         expected_s: Seconds of a step, as forecast; None if it was not.
@@ -77,17 +73,13 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: TrainingConfig,
         engine: Engine,
         *,
         output_dir: Path,
-        swap: SwapManager,
-        adam: OutOfCoreAdam,
         store: Store,
         source: WeightSource,
-        batches: BatchPlan,
-        evaluation: Sequence[Batch],
-        total_steps: int,
+        rows: Rows,
         first_step: int,
         identity: dict[str, Any],
         metrics: MetricsWriter,
@@ -96,23 +88,21 @@ class Trainer:
         expected_s: float | None = None,
     ) -> None:
         self.history = History()
-        self._config = config.training
+        self._config = config
         self._engine = engine
-        self._swap = swap
-        self._adam = adam
         self._store = store
         self._source = source
-        self._batches = batches
-        self._evaluation = evaluation
-        self._total = total_steps
+        self._batches = rows.plan
+        self._evaluation = rows.evaluation
+        self._total = rows.total_steps
         self._first = first_step
         self._identity = identity
         self._metrics = metrics
         self._progress = progress
         self._signals = signals
         self._output_dir = output_dir
-        self._drift = Drift(expected_s, total_steps) if expected_s else None
-        self._warmup = warmup_count(self._config.warmup_steps, total_steps)
+        self._drift = Drift(expected_s, rows.total_steps) if expected_s else None
+        self._warmup = warmup_count(config.warmup_steps, rows.total_steps)
 
     def run(self) -> History:
         """Run to the end.
@@ -267,11 +257,11 @@ class Trainer:
         begin = time.perf_counter()
         self._store.checksum_writes(True)
         self._engine.flush()
-        self._swap.flush()
+        self._engine.swap.flush()
         self._metrics.sync()
         scale = self._engine.loss_scale
         state = TrainerState(
-            done, self._total, self._adam.steps, self._identity, scale.to_dict() if scale else None,
+            done, self._total, self._engine.adam.steps, self._identity, scale.to_dict() if scale else None,
             longest_rows(self._engine.blocks.model),
         )  # fmt: skip
         folder = save_checkpoint(

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,14 +76,15 @@ def compare(
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers computed: the mean loss of one batch, through the first `num_blocks` blocks."""
+    """What transformers computed: the mean loss of a batch, through the first `num_blocks` blocks."""
 
+    batch: Batch
     loss: float
     num_blocks: int
 
 
-def reference_losses(prepared: Prepared, batch: Batch) -> Reference | None:
-    """Run transformers on one batch, with as many blocks as fit; give it `compared_part` of a batch.
+def reference_loss(prepared: Prepared) -> Reference | None:
+    """Run transformers on rows of the first batch, with as many blocks as fit.
 
     Returns:
         None if the comparison is over already: a shape-reduced copy was compared.
@@ -91,6 +92,7 @@ def reference_losses(prepared: Prepared, batch: Batch) -> Reference | None:
     Raises:
         MismatchError: The copy's losses differ.
     """
+    batch = _compared_part(prepared.training_rows.plan.step_batches(0)[0])
     num_blocks = _blocks_that_fit(prepared, batch)
     whole = num_blocks == prepared.layout.num_blocks
     if num_blocks == 0 or (prepared.config.model.adapter and not whole):
@@ -98,21 +100,19 @@ def reference_losses(prepared: Prepared, batch: Batch) -> Reference | None:
         return None
     model = _load_first_blocks(prepared, num_blocks)
     try:
-        return Reference(_mean_loss(model, batch), num_blocks)
+        return Reference(batch, _mean_loss(model, batch), num_blocks)
     finally:
         del model
         _drop_page_cache(prepared)
 
 
-def verify(
-    engine: Engine, batches: Sequence[Batch], reference: Reference, dtype: torch.dtype
-) -> None:
-    """Compare the streamed loss of a batch with the reference.
+def verify(engine: Engine, reference: Reference, dtype: torch.dtype) -> None:
+    """Compare the streamed loss of the batch with the reference.
 
     Raises:
         MismatchError: They differ by more than rounding.
     """
-    loss, tokens = engine.evaluate(batches, num_blocks=reference.num_blocks)
+    loss, tokens = engine.evaluate([reference.batch], num_blocks=reference.num_blocks)
     where = f"{reference.num_blocks} blocks"
     compare(loss / tokens, reference.loss, dtype, where, engine.not_finite())
 
@@ -147,7 +147,7 @@ def compare_reduced(prepared: Prepared, batch: Batch) -> None:
     compare(loss, reference, torch.float32, "a shape-reduced copy")
 
 
-def compared_part(batch: Batch) -> Batch:
+def _compared_part(batch: Batch) -> Batch:
     """Return the batch, or as many of its rows as have `COMPARED_TOKENS` in all: logits take much memory.
 
     The first of them is one that something is learned of.

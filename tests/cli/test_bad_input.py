@@ -241,8 +241,8 @@ def test_a_signal_ends_any_command_with_one_line(
 ) -> None:
     """Where it works longest; a training that has begun has handlers of its own (`tests.problems.test_resume`)."""
     places = {
-        "finetune": "ssdtune.train.prepare.build_model",
-        "plan": "ssdtune.train.prepare.build_model",
+        "finetune": "ssdtune.train.prepare.build",
+        "plan": "ssdtune.train.prepare.build",
         "profile": "ssdtune.hardware.measure.measure",
         "eval": "ssdtune.cli.in_memory.load_model",
         "export": "ssdtune.train.exporting._merge",

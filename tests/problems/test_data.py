@@ -48,7 +48,7 @@ GOOD = '{"input_ids": [5, 6, 7]}'
 def test_a_bad_row_is_named_before_the_model_is_built(
     folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, error: type, words: list[str]
 ) -> None:
-    monkeypatch.setattr(prepare_module, "build_model", None)
+    monkeypatch.setattr(prepare_module, "build", None)
     (folder / "rows.jsonl").write_text("\n".join([GOOD, GOOD, line, GOOD]) + "\n")
     with pytest.raises(error) as caught:
         _run(folder)

@@ -102,9 +102,9 @@ def test_a_signal_does_not_wait_for_a_long_evaluation(
 def test_a_signal_before_the_first_step_leaves_nothing(
     plain: tuple[Path, Streamed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ssdtune.train import finetune as module
+    from ssdtune.train import run as module
 
-    _signal_in(monkeypatch, module, "reference_losses", signal.SIGTERM)
+    _signal_in(monkeypatch, module, "reference_loss", signal.SIGTERM)
     settings = settings_for(plain[0], **SETTINGS, swap_dirs=[str(tmp_path / "swap")])
     with pytest.raises(Interrupted, match="nothing was written") as caught:
         finetune(**settings | {"output_dir": str(tmp_path / "out"), "verify": True})

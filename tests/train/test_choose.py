@@ -29,7 +29,8 @@ from ssdtune.train.choose import (
     within_wear,
 )
 from ssdtune.train.disk import written_bytes
-from ssdtune.train.prepare import Prepared, micro_batch_sizes, prepare, with_micro_batches
+from ssdtune.train.prepare import Prepared, prepare, with_micro_batches
+from ssdtune.train.rows import micro_batch_sizes
 from ssdtune.units import MIB
 from tests import invented
 from tests.toy import make_checkpoint, make_rows
