@@ -5,6 +5,7 @@ What a checkpoint's folder holds is `ssdtune.train.checkpoint`'s.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ NUMBERS_DEPEND_ON = (
 """Settings of training with which a run gives other numbers."""
 FINGERPRINTS = {
     "model": "the files of the model are others, or have other times (cp -p keeps these)",
+    "adapter": "the adapter that was to be trained on has another adapter_config.json",
     "rows": "the tokenized rows are others (train_file, max_length, tokenizer, what is learned of them)",
 }
 """What it means that a hash differs, which tells nobody anything itself."""
@@ -96,10 +98,13 @@ def resumed_from(config: Config, output_dir: Path) -> Resumed | None:
 def identity_of(prepared: Prepared) -> dict[str, Any]:
     """Return what must be the same when a run is resumed, as JSON values."""
     config, rows = prepared.config, prepared.training_rows
+    text = prepared.built.model.config.get_text_config()
     return {
         "method": config.method,
         "dtype": str(prepared.dtype),
         "lora": asdict(config.lora) if config.method == "lora" else None,
+        "adapter": _adapter_settings(config.model.adapter),
+        "attn_implementation": text._attn_implementation,
         "model": prepared.checkpoint.fingerprint,
         "rows": rows.train.fingerprint(),
         "total_steps": rows.total_steps,
@@ -108,6 +113,14 @@ def identity_of(prepared: Prepared) -> dict[str, Any]:
         # Which rows share a sequence follows from its length.
         "packed_length": config.data.max_length if config.data.packing else None,
     }
+
+
+def _adapter_settings(folder: str | None) -> str | None:
+    """Return the hash of an adapter's settings: its scale among them, while its weights come from the checkpoint."""
+    if folder is None:
+        return None
+    settings = Path(folder).expanduser() / "adapter_config.json"
+    return hashlib.sha256(settings.read_bytes()).hexdigest()
 
 
 def _find(output_dir: Path, wanted: str) -> Path:

@@ -185,6 +185,7 @@ def saved(plain: tuple[Path, Streamed]) -> dict[str, Any]:
         ({"dtype": "bf16", "master_weights": False}, "master_weights was True, is False. Resume"),
         ({"max_length": 6}, "the tokenized rows are others (train_file, max_length"),
         ({"method": "lora"}, "method was 'full', is 'lora'"),
+        ({"attn_implementation": "eager"}, "attn_implementation was 'sdpa', is 'eager'"),
         ({"packing": True, "max_length": 48}, "packed_length was None, is 48"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -197,6 +198,23 @@ def test_another_run_is_not_taken_for_the_saved_one(
         finetune(**saved | change | {"resume_from_checkpoint": "last"})
     assert words in str(caught.value)
     assert hash_folder(Path(saved["output_dir"])) == before
+
+
+def test_another_scale_of_an_adapter_is_not_taken_for_the_saved_one(
+    plain: tuple[Path, Streamed], tmp_path: Path
+) -> None:
+    """The adapter's weights come from the checkpoint, its scale from where it was."""
+    folder, _ = plain
+    settings = settings_for(
+        folder, **SETTINGS | {"method": "lora", "save_steps": 1, "max_steps": 2}
+    )
+    finetune(**settings | {"output_dir": str(tmp_path / "adapter"), "save_steps": 0})
+    settings |= {"adapter": str(tmp_path / "adapter"), "output_dir": str(tmp_path / "out")}
+    finetune(**settings)
+    file = tmp_path / "adapter/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 1}))
+    with pytest.raises(ConfigError, match=r"another adapter_config\.json"):
+        finetune(**settings | {"resume_from_checkpoint": "last"})
 
 
 def test_a_run_that_goes_back_drops_what_came_later(
