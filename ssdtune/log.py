@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class _Format(logging.Formatter):
@@ -29,18 +31,23 @@ class _CurrentStderr(logging.StreamHandler):  # type: ignore[type-arg]
         return sys.stderr
 
 
-def show_on_stderr(verbosity: int = 0) -> None:
-    """Show messages of ssdtune on stderr.
+@contextmanager
+def shown_on_stderr(verbosity: int = 0) -> Iterator[None]:
+    """Show messages of ssdtune on stderr while what is inside runs; what was set before holds again afterwards.
 
     Args:
         verbosity: -1 warnings and errors, 0 also notes, 1 also debug lines.
     """
     logger = logging.getLogger("ssdtune")
-    for handler in list(logger.handlers):
-        if isinstance(handler, _CurrentStderr):
-            logger.removeHandler(handler)
+    propagate, level = logger.propagate, logger.level
     handler = _CurrentStderr()
     handler.setFormatter(_Format("%(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel({-1: logging.WARNING, 0: logging.INFO}.get(verbosity, logging.DEBUG))
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+        logger.setLevel(level)

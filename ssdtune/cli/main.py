@@ -8,6 +8,7 @@ Importing this starts neither torch nor transformers; commands import what they 
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import signal
@@ -22,7 +23,7 @@ from types import FrameType
 from ssdtune.cli import arguments
 from ssdtune.errors import SsdtuneError
 from ssdtune.hardware.memory import prefer_huge_pages
-from ssdtune.log import show_on_stderr
+from ssdtune.log import shown_on_stderr
 
 _OF_THE_SYSTEM = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE,
@@ -79,7 +80,12 @@ def _main(argv: Sequence[str]) -> int:
         args = arguments.parse(parser, commands, argv)
     except SystemExit as leave:  # --help, --version and wrong usage
         return leave.code if isinstance(leave.code, int) else 2
-    show_on_stderr(1 if args.verbose else -1 if args.quiet else 0)
+    with shown_on_stderr(1 if args.verbose else -1 if args.quiet else 0):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run the command that was asked for; show what it raises."""
     if not args.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
         prefer_huge_pages()

@@ -128,6 +128,11 @@ class BatchPlan:
         return math.ceil(self._micro_batches_per_epoch / self._accumulation_steps)
 
     @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches of the largest step."""
+        return min(self._accumulation_steps, self._micro_batches_per_epoch)
+
+    @property
     def _micro_batches_per_epoch(self) -> int:
         return math.ceil(self.num_sequences / self._batch_size)
 

@@ -315,6 +315,12 @@ def _refuse_dtypes(tensors: dict[str, TensorExtent]) -> None:
 def _convert(path: Path, convert_dir: Path | None) -> Path:
     """Return a folder with safetensors made from pickled weights, or say what is missing."""
     if not (path / PICKLE).exists() and not (path / PICKLE_INDEX).exists():
+        for name in (SINGLE, INDEX, PICKLE, PICKLE_INDEX):
+            if (path / name).is_symlink():  # a link that leads to a file would have been found
+                raise ConfigError(
+                    f"{path / name} is a link to {(path / name).readlink()}, which leads to no file. "
+                    "Download the model's files again, or put that file back."
+                )
         others = sorted(
             file.name for file in path.iterdir()
             if file.suffix in {".safetensors", ".gguf", ".pth", ".pt", ".h5", ".msgpack"}

@@ -304,7 +304,7 @@ def training_shape(prepared: Prepared) -> TrainingShape:
         if part.stage.startswith("block.")
         for spec in part.tensors
     )
-    micro_inputs = layout.num_blocks * training.gradient_accumulation_steps
+    micro_inputs = layout.num_blocks * prepared.compute.num_micro_batches
     return TrainingShape(
         tokens=sequences * length,
         sequence=length,

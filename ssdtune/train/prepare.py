@@ -19,6 +19,7 @@ from ssdtune.config.schema import Config
 from ssdtune.device import open_device
 from ssdtune.device.base import Device
 from ssdtune.errors import CapacityError, ConfigError
+from ssdtune.hardware.compute import num_cores
 from ssdtune.hardware.memory import (
     KERNEL_BYTES,
     available_host_memory,
@@ -162,7 +163,8 @@ def prepare(
     if dtype == torch.float16:
         config = for_fp16(config)
     if config.memory.compute_threads:
-        torch.set_num_threads(config.memory.compute_threads)
+        # Thousands of threads end the process in the OpenMP library.
+        torch.set_num_threads(min(config.memory.compute_threads, num_cores()))
     if config.model.torch_compile and config.memory.recompute == "cheap":
         raise ConfigError(
             "torch_compile does not go with recompute: cheap, for what a compiled block computes cannot be seen. Leave "
@@ -188,7 +190,7 @@ def prepare(
 
     def size_of(other: Config, length: int) -> ComputeSize:
         card = device.own_memory if host_budget_bytes is None else other_device is not None
-        return compute_size(other, blocks, length, dtype, card=card)
+        return compute_size(largest_step(other, rows), blocks, length, dtype, card=card)
 
     first = size_of(divided[0], max_length)
     return_memory()  # the process is as small now as it will be, and torch has loaded what counting needs
@@ -237,13 +239,29 @@ def with_micro_batches(prepared: Prepared, size: int) -> Prepared | None:
     """Return a run whose steps are divided otherwise; None if that does not fit."""
     config = config_with(prepared.config, size)
     card = prepared.limits.device is not None
-    compute = compute_size(config, prepared.blocks, prepared.max_length, prepared.dtype, card=card)
+    step = largest_step(config, prepared.rows)
+    compute = compute_size(step, prepared.blocks, prepared.max_length, prepared.dtype, card=card)
     try:
         memory = plan_memory(prepared.parts, compute, prepared.limits, usual_proportions(config))
     except CapacityError:
         return None
     rows = prepared.rows.divided(config) if prepared.rows else None
     return replace(prepared, config=config, compute=compute, memory=memory, rows=rows)
+
+
+def largest_step(config: Config, rows: Rows | None) -> Config:
+    """Return settings with the sizes of the largest step and evaluation that there are: rows may be fewer than asked for."""
+    if rows is None:
+        return config
+    training, count = config.training, rows.plan.num_sequences
+    size = min(training.per_device_train_batch_size, count)
+    training = replace(
+        training,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=min(training.gradient_accumulation_steps, -(-count // size)),
+        per_device_eval_batch_size=max((len(b.input_ids) for b in rows.evaluation), default=None),
+    )
+    return replace(config, training=training)
 
 
 def usual_proportions(config: Config) -> Proportions:
@@ -302,6 +320,11 @@ def _warn_of_budgets(config: Config, limits: MemoryLimits) -> None:
         logger.warning(
             "host_cache is %s, more than the %s that the whole run may take: as much stays in memory as fits",
             format_memory(memory.host_cache), format_memory(limits.budget_bytes),
+        )  # fmt: skip
+    if memory.compute_threads and memory.compute_threads > num_cores():
+        logger.warning(
+            "compute_threads is %d, more than the processors there are: %d are taken",
+            memory.compute_threads, num_cores(),
         )  # fmt: skip
     if memory.gpu_memory and limits.device is None:
         logger.warning("gpu_memory means nothing here: this run computes on the CPU")

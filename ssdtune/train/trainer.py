@@ -243,7 +243,8 @@ class Trainer:
         None if a signal asked to stop: large sets take longer than whoever sent it may wait.
         """
         total, count = 0.0, 0
-        for group in _groups(self._evaluation, self._config.gradient_accumulation_steps):
+        # No more at once than a step has, for which the memory was planned.
+        for group in _groups(self._evaluation, self._batches.micro_batches_per_step):
             if self._signals.requested is not None:
                 return None
             loss, tokens = self._engine.evaluate(group)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from ssdtune.cli.main import main
 from ssdtune.hardware.memory import MemoryLimit
+from ssdtune.report.metrics import read_metrics
 from tests.toy import make_checkpoint, make_rows, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -299,3 +300,15 @@ def test_a_model_larger_than_memory_is_not_loaded_whole(
     )
     words = ["of memory, 1.00 KiB are free", "inference program"]
     refused(["generate", folder / "model", "--prompt", "w5"], words, capsys, tmp_path)
+
+
+def test_steps_larger_than_all_rows_take_the_memory_of_these(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = ["--gradient-accumulation-steps", 10**6, "--per-device-eval-batch-size", 10**6]
+    for number, size in enumerate((1, 10**6)):
+        args = run(folder, tmp_path, None, *many, "--per-device-train-batch-size", size)
+        args += ["--output-dir", tmp_path / str(number), "--eval-file", folder / "rows.jsonl"]
+        assert main([str(arg) for arg in args]) == 0, capsys.readouterr().err
+        (line,) = read_metrics(tmp_path / str(number) / "metrics.jsonl", "step")
+        assert sorted(line["rows"]) == list(range(6))

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import logging
 import os
 import struct
 import subprocess
@@ -197,8 +198,11 @@ def test_a_reader_that_went_away_is_no_error():
 def test_notes_are_hidden_by_q(capsys):
     main(["plan", "/nothing", "--lr", "1"])
     assert 'note: "lr" is read as' in capsys.readouterr().err
+    logger = logging.getLogger("ssdtune")
+    before = logger.level, logger.propagate, logger.handlers[:]
     main(["plan", "/nothing", "--lr", "1", "-q"])
     assert "note" not in capsys.readouterr().err
+    assert (logger.level, logger.propagate, logger.handlers) == before
 
 
 @pytest.mark.parametrize(

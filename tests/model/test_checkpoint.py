@@ -139,6 +139,8 @@ def test_not_a_checkpoint(tmp_path, folder) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.gguf").write_text("x")
     refused(folder, ConfigError, "has no weights", r"found model\.gguf")
+    (folder / "model.safetensors").symlink_to("/nowhere/weights")
+    refused(folder, ConfigError, "is a link to /nowhere/weights, which leads to no file")
 
 
 @pytest.mark.parametrize(

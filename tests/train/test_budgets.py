@@ -54,9 +54,16 @@ def test_more_host_memory_than_there_is(
 def test_budgets_without_effect_are_told(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert plan(**settings(folder, tmp_path / "out", host_cache="900TiB", gpu_memory="4GiB")).fits
-    cache, card = [record.getMessage() for record in caplog.records if "_" in record.getMessage()]
+    assert plan(
+        **settings(
+            folder, tmp_path / "out", host_cache="900TiB", gpu_memory="4GiB", compute_threads=4096
+        )
+    ).fits
+    cache, threads, card = [
+        record.getMessage() for record in caplog.records if "_" in record.getMessage()
+    ]
     assert cache.startswith("host_cache is") and "as much stays in memory as fits" in cache
+    assert threads.startswith("compute_threads is 4096, more than the processors there are")
     assert card == "gpu_memory means nothing here: this run computes on the CPU"
 
 
