@@ -10,6 +10,9 @@ A divided embedding is read chunk by chunk, and only the rows that are needed st
 once for the losses (SCORE), once, in the other direction, for the gradients (LOSS). Where both are one matrix, its gradient is
 complete only after the embedding's backward pass; so it is made in a third pass (ROWS_BACKWARD).
 
+Where the update of a divided embedding is pending, a step begins with the rows that it needs (UPDATE_ROWS); the chunks follow when
+the drives have time for them.
+
 The optimizer works on the weights where they lie, so an update that follows the backward pass finds them in
 their slot, and the forward pass that follows a pending update finds the new ones there.
 """
@@ -130,6 +133,7 @@ class StepShape:
             not clipped. Their gradient waits until that is known; if it was clipped, so does their update.
         pending: The previous step's deferred updates are still to be made: each before its stage is loaded; except
             those of `settled` stages, for which the previous step was right to speculate.
+        rows_first: Chunks of the embedding of whose pending update a step begins with the rows that it needs; see `late`.
         gradients_on_ssd: Deferred stages whose gradient waits on SSD, not in memory.
         input_bytes: One block's input of one micro-batch; `products_bytes` with results of its products;
             `kept_bytes` all that its backward pass needs.
@@ -155,6 +159,7 @@ class StepShape:
     speculative: frozenset[str] = frozenset()
     pending: bool = False
     settled: frozenset[str] = frozenset()
+    rows_first: frozenset[str] = frozenset()
     gradients_on_ssd: frozenset[str] = frozenset()
     input_bytes: int = 0
     products_bytes: int = 0
@@ -186,6 +191,21 @@ class StepShape:
     def owed(self) -> frozenset[str]:
         """Stages that the previous step did not update, if it left anything `pending`."""
         return self.deferred - self.settled
+
+    @cached_property
+    def late(self) -> list[str]:
+        """Stages whose pending update doesn't come before the forward pass, in which the rows that are needed do."""
+        owed = self.rows_first & self.owed if self.pending else frozenset[str]()
+        return [stage for stage in self.embed_stages if stage in owed]
+
+    @property
+    def late_backward(self) -> bool:
+        """Say whether late updates come beside the backward pass; else beside the forward pass.
+
+        A tied matrix has to be whole before the losses. Else they come where the drives have less to do: in the
+        backward pass if the updates of all blocks are pending too, and so come in the forward pass.
+        """
+        return not self.tied and self.owed.issuperset(blocks_of(self))
 
     @property
     def trained(self) -> frozenset[str]:
@@ -263,6 +283,7 @@ class _Updates:
         readable: Iterable[int | None] = (),
         complete: int | None = None,
         speculative: bool = False,
+        pieces: Iterable[int] | None = None,
     ) -> tuple[list[int], list[int]]:
         """Emit a stage's update.
 
@@ -271,13 +292,16 @@ class _Updates:
             gradient_slot: Where its gradient lies; "" if on SSD.
             readable: What must be over before states (and weights) are read.
             complete: What must be over before the gradient is used.
+            pieces: Only these, by number.
 
         Returns:
             What must be over before the new weights are used, and before the slot is used again.
         """
         add, computed, written = self.schedule.add, [], []
         readable = tuple(readable)
-        for number, piece in enumerate(self.shape.stage(stage).pieces):
+        every = self.shape.stage(stage).pieces
+        for number in range(len(every)) if pieces is None else pieces:
+            piece = every[number]
             if not piece.streamed:
                 done = add(
                     Lane.ADAM, Kind.UPDATE, stage, after=(complete,), piece=number,
@@ -285,8 +309,7 @@ class _Updates:
                 )  # fmt: skip
                 computed.append(done)
                 continue
-            chunk = f"chunk.{self.next}"
-            self.next = (self.next + 1) % self.shape.chunk_slots
+            chunk = self._take_slot()
             common = {
                 "piece": number, "slot": chunk, "weight_slot": slot.name, "gradient_slot": gradient_slot,
                 "num_elements": piece.numel, "speculative": speculative,
@@ -308,6 +331,20 @@ class _Updates:
         # Lanes are serial: when the last is over, all are.
         return computed[-1:], written[-1:]
 
+    def emit_rows(self, stage: str) -> int:
+        """Emit the update of the rows that the step needs of a stage, for the step alone; nothing comes before."""
+        chunk = self._take_slot()
+        done = self.schedule.add(
+            Lane.ADAM, Kind.UPDATE_ROWS, stage, slot=chunk, gradient_slot=gradient_slot(self.shape, stage)
+        )  # fmt: skip
+        self.released[chunk] = done
+        return done
+
+    def _take_slot(self) -> str:
+        chunk = f"chunk.{self.next}"
+        self.next = (self.next + 1) % self.shape.chunk_slots
+        return chunk
+
 
 class _Weights:
     """Assigns weight slots to visits and emits LOAD and UPLOAD, and pending updates, in time."""
@@ -328,6 +365,8 @@ class _Weights:
         """It may import the stage, so that nothing of it is in the store before."""
         self.updated: dict[str, list[int]] = {}
         """Pending updates: what must be over before the stage is read from the store again."""
+        self.late: dict[str, tuple[_Slot, list[int]]] = {}
+        """Stages that are updated late: the slot of each, and what must be over before it is used."""
 
     def _next_visit(self, stage: str, number: int) -> int:
         for later in range(number, len(self.visits)):
@@ -406,6 +445,25 @@ class _Weights:
         slot.uses += written
         return computed
 
+    def update_late(self, stage: str, pieces: list[int]) -> list[int]:
+        """Emit some pieces of a stage's late update, and return when their gradient has served.
+
+        The slots of its class must be free.
+        """
+        if stage not in self.late:
+            slots = self.slots[stage_class(stage)]
+            slot = slots[len(self.late) % len(slots)]
+            slot.stage = ""
+            self.late[stage] = (slot, list(slot.uses))
+        slot, free = self.late[stage]
+        computed, written = self.updates.emit(
+            stage, slot, with_weights=True, gradient_slot=gradient_slot(self.shape, stage),
+            readable=free, pieces=pieces,
+        )  # fmt: skip
+        slot.uses += written
+        self.updated[stage] = written
+        return computed
+
 
 class _Gradients:
     """Assigns gradient slots and emits what happens to a complete gradient."""
@@ -421,6 +479,8 @@ class _Gradients:
         self.collected: list[int] = []
         self.next_slot: dict[str, int] = {}
         self.current: dict[str, str] = {}
+        self.used: dict[str, list[int]] = {}
+        """Late updates: what must be over before the gradient that they use may be overwritten."""
 
     def slot(self, stage: str) -> str:
         """Return the stage's gradient slot, "" if nothing of it is trained."""
@@ -464,7 +524,12 @@ class _Gradients:
             size = 4 * shape.stage(stage).trained_numel
             over = [
                 add(
-                    Lane.SSD_WRITE, Kind.SAVE_GRADIENT, stage, after=over, slot=slot, num_bytes=size
+                    Lane.SSD_WRITE,
+                    Kind.SAVE_GRADIENT,
+                    stage,
+                    after=[*over, *self.used.get(stage, [])],
+                    slot=slot,
+                    num_bytes=size,
                 )
             ]
         if stage in shape.speculative:
@@ -474,6 +539,32 @@ class _Gradients:
     def finish(self) -> None:
         """Emit the global norm."""
         self.schedule.add(Lane.COMPUTE, Kind.CLIP, after=self.collected)
+
+
+class _Late:
+    """Spreads late updates, piece by piece, over the visits of blocks in one direction."""
+
+    def __init__(self, shape: StepShape, weights: _Weights, gradients: _Gradients) -> None:
+        self.shape = shape
+        self.weights = weights
+        self.gradients = gradients
+        self.todo = [
+            (stage, piece)
+            for stage in shape.late
+            for piece in range(len(shape.stage(stage).pieces))
+        ]
+        self.at_once = -(-len(self.todo) // max(1, shape.num_blocks - shape.block_slots))
+
+    def emit(self, count: int | None = None) -> None:
+        """Emit so many pieces, those of a visit by default."""
+        count = self.at_once if count is None else count
+        now, self.todo = self.todo[:count], self.todo[count:]
+        for stage in dict.fromkeys(stage for stage, _ in now):
+            pieces = [piece for other, piece in now if other == stage]
+            self.gradients.used[stage] = self.weights.update_late(stage, pieces)
+            slot = gradient_slot(self.shape, stage)
+            if slot:
+                self.gradients.released[slot] = self.gradients.used[stage]
 
 
 def gradient_slot(shape: StepShape, stage: str) -> str:
@@ -581,7 +672,7 @@ def _visits(shape: StepShape, training: bool) -> list[_Visit]:
     blocks, embed, head = blocks_of(shape), shape.embed_stages, shape.head_stages
     visits = [_Visit(OUTER, Kind.LOAD)]
     if len(embed) > 1:
-        visits += [_Visit(chunk, Kind.GATHER_ROWS) for chunk in embed]
+        visits += [_Visit(chunk, Kind.GATHER_ROWS) for chunk in embed if chunk not in shape.late]
         visits += [_Visit(OUTER, Kind.ENTRY_FORWARD)]
     else:
         visits += [_Visit(EMBED, Kind.ENTRY_FORWARD)]
@@ -606,13 +697,19 @@ def _visits(shape: StepShape, training: bool) -> list[_Visit]:
 
 def _generate(shape: StepShape, *, training: bool) -> Schedule:
     schedule, visits = Schedule(), _visits(shape, training)
-    weights = _Weights(schedule, shape, visits, _Updates(schedule, shape))
+    updates = _Updates(schedule, shape)
+    rows = [updates.emit_rows(stage) for stage in shape.late]
+    weights = _Weights(schedule, shape, visits, updates)
     gradients = _Gradients(schedule, shape, weights)
+    late = _Late(shape, weights, gradients)
     micro_batches = range(shape.num_micro_batches)
     back = dict.fromkeys(visit.stage for visit in visits if visit.kind == Kind.BACKWARD)
     returning = [(stage, m) for stage in back if shape.moves(stage) for m in micro_batches]
     inputs = _Inputs(schedule, shape, returning)
     outer_ready: int | None = None
+    beside = Kind.BACKWARD if shape.late_backward else Kind.FORWARD
+    kinds = [visit.kind for visit in visits]
+    due = kinds.index(beside) + shape.num_blocks if late.todo else 0
     add = schedule.add
 
     for number, visit in enumerate(visits):
@@ -624,12 +721,22 @@ def _generate(shape: StepShape, *, training: bool) -> Schedule:
         moves = returns and shape.moves(stage)
         if visit.kind == Kind.BACKWARD and moves:
             inputs.load()
-        weights.emit_until(number + shape.block_slots - 1, number)
+        ahead = number + shape.block_slots - 1
+        if late.todo and ahead + 1 >= due:  # what comes then takes the slots of late updates
+            if visit.kind == beside:
+                late.emit(len(late.todo))
+            else:
+                ahead = min(ahead, due - 1)
+        weights.emit_until(ahead, number)
+        if visit.kind == beside:
+            late.emit()
         if visit.kind == Kind.LOAD:
             assert slot is not None
             outer_ready = slot.ready
             continue
-        ready = (slot.ready, outer_ready) if slot else ()
+        ready = [slot.ready, outer_ready] if slot else []
+        if visit.kind == Kind.ENTRY_FORWARD:
+            ready += rows
         adds = training and _adds_gradient(visit, shape)
         last = -1
         for m in micro_batches:

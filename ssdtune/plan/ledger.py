@@ -25,12 +25,17 @@ from ssdtune.plan.generate import (
 from ssdtune.plan.hardware import Work
 from ssdtune.plan.schedule import Keeps, Kind, Lane, Operation, Schedule
 from ssdtune.plan.times import ComputeTimes
+from ssdtune.units import KIB
 
 REST_SHARE = 0.3
 """Time of what is neither matrix product nor attention in units of a block's forward pass: measured 0.25 to 0.5 on a CPU in
 bf16 (docs/benchmarks.md). Rehearsals measure it for the run."""
 ADAM_DRAM_BYTES = 28
 """Host memory traffic of AdamW per element: master and moments in and out (24), gradient in (4)."""
+DIFFERENT_TOKENS, DIFFERENT_EXPONENT = 10, 0.6
+"""So many times the tokens of a step to the power of that are different: Heaps' law, for text."""
+SCATTERED_BYTES = 64 * KIB
+"""What a small read takes on top of its bytes, in bytes of large ones: to begin it costs more than the drive does."""
 MATRICES_PER_BLOCK = 4
 """Transfers that a state of a block takes where matrices travel one by one: qkv, projection, two of the MLP."""
 
@@ -299,6 +304,25 @@ class Ledger:
             dram_bytes=ADAM_DRAM_BYTES * elements,
         )
 
+    def updated_rows(self, stage: StageShape, chunks: int, *, with_gradient: bool) -> Work:
+        """Return the update of the rows that a step needs of a chunk of the embedding.
+
+        Args:
+            with_gradient: It is read too.
+        """
+        tokens = self.training.tokens
+        rows = min(tokens, DIFFERENT_TOKENS * tokens**DIFFERENT_EXPONENT) / chunks
+        elements = min(rows * self.model.hidden, stage.trained_numel)
+        states = sum(piece.weight_bytes + piece.state_bytes for piece in stage.pieces)
+        size = elements * (states / stage.trained_numel + 4 * with_gradient)
+        reads = 3 + self.training.split_master + with_gradient
+        whole = states + 4 * with_gradient * stage.trained_numel
+        return Work(
+            read_bytes=min(size + rows * reads * SCATTERED_BYTES, whole),
+            adam_elements=elements,
+            dram_bytes=ADAM_DRAM_BYTES * elements,
+        )
+
     def stages(self, resident: Collection[str] = (), pieces: int = 1) -> dict[str, StageShape]:
         """Return the stages' sizes for the generator of schedules.
 
@@ -449,6 +473,9 @@ def _work(operation: Operation, shape: StepShape, ledger: Ledger, requests: floa
                 dram_bytes=ADAM_DRAM_BYTES * elements,
                 releases_bytes=(("host", gradient // len(stage.pieces)),) if waits else (),
             )
+        case Kind.UPDATE_ROWS:
+            chunks, reads = len(shape.embed_stages), not operation.gradient_slot
+            return ledger.updated_rows(stage, chunks, with_gradient=reads)
         case Kind.SAVE_STATES:
             return Work(write_bytes=moved, requests=(3 + training.split_master) * states)
         case _:

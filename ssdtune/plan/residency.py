@@ -19,7 +19,7 @@ from ssdtune.plan.device_memory import (
     device_bytes,
     refusal,
 )
-from ssdtune.plan.states import StateShape, chunk_numel, chunk_slot_bytes, states_of
+from ssdtune.plan.states import CODE_BLOCK, StateShape, chunk_numel, chunk_slot_bytes, states_of
 from ssdtune.units import MIB, format_memory
 
 SOURCE_SCRATCH_BYTES = 32 * MIB
@@ -49,6 +49,7 @@ class PartSize:
         numel: Elements; a trained part has `numel` fp32 gradients and its optimizer states.
         split: The master weight is split (bf16 and int16 halves).
         coded: Moments have 8 bits.
+        row_numel: Of a chunk of the embedding, the elements of a row; else 0.
         stored_as_is: Frozen, and the model's files have its bytes as they are computed with.
     """
 
@@ -60,6 +61,7 @@ class PartSize:
     split: bool
     coded: bool = False
     stored_as_is: bool = False
+    row_numel: int = 0
 
     @property
     def states(self) -> tuple[StateShape, ...]:
@@ -67,6 +69,12 @@ class PartSize:
         if not self.trained:
             return ()
         return states_of(self.weight_bytes // self.numel, split=self.split, coded=self.coded)
+
+    @property
+    def rows_apart(self) -> bool:
+        """Say whether rows can be updated by themselves: with moments of 8 bits only whole blocks of elements can."""
+        whole_blocks = not self.coded or self.row_numel % CODE_BLOCK == 0
+        return self.trained and self.row_numel > 0 and whole_blocks
 
     @property
     def state_bytes(self) -> int:
@@ -117,6 +125,7 @@ class MemoryPlan:
         gradients_on_ssd: Deferred stages whose gradient waits on SSD; the others' wait in memory.
         speculative: Deferred stages that are updated at once all the same, beside their live version, as if nothing
             were clipped.
+        rows_first: Chunks of the embedding of whose deferred update a step begins with the rows that it needs.
         kept: Blocks that keep what their backward pass needs; `swapped` ones let it leave and come back; the
             others are run again from their input.
         partly: Those of `kept` and `swapped` that keep only their input and the results of matrix products and attention,
@@ -143,6 +152,7 @@ class MemoryPlan:
     swapped: frozenset[str] = frozenset()
     partly: frozenset[str] = frozenset()
     speculative: frozenset[str] = frozenset()
+    rows_first: frozenset[str] = frozenset()
     block_slots: int = 3
     gradient_slots: int = 2
     input_slots: int = 0
@@ -229,7 +239,7 @@ class MemoryPlan:
         """Return plain data."""
         sets = (
             "resident", "deferred", "gradients_on_ssd", "kept", "swapped", "partly", "in_host", "speculative",
-            "straight",
+            "straight", "rows_first",
         )  # fmt: skip
         plain = {name: sorted(getattr(self, name)) for name in sets}
         return {
@@ -545,6 +555,7 @@ class _Planner:
     def _priced(self, plan: MemoryPlan) -> MemoryPlan:
         if self.limits.device is None:
             plan = self._if_fits(plan, keeps_freed_memory=True)
+        plan = replace(plan, rows_first=rows_first(self.parts, plan))
         speculative = frozenset[str]()
         if self.limits.clipping and self.proportions.speculative:
             speculative = speculative_stages(self.parts, plan)
@@ -607,13 +618,23 @@ class _Planner:
         )
 
 
+def rows_first(parts: Sequence[PartSize], plan: MemoryPlan) -> frozenset[str]:
+    """Return the chunks of the embedding whose deferred update needn't be waited for, if the rows of a step come first.
+
+    What is in memory is updated soon enough.
+    """
+    apart = (part for part in parts if part.rows_apart and part.name not in plan.resident)
+    return plan.deferred.intersection(part.stage for part in apart)
+
+
 def speculative_stages(parts: Sequence[PartSize], plan: MemoryPlan) -> frozenset[str]:
     """Return the stages that may be updated before it is known whether gradients are clipped.
 
-    What is in memory can't be updated beside itself, and waits for the norm at little cost.
+    What is in memory can't be updated beside itself, and waits for the norm at little cost; so does the embedding if the rows
+    of a step come first: its gradient is the last one, and nothing would be left that its update could hide behind.
     """
     stay = {part.stage for part in parts if part.trained and part.name in plan.resident}
-    return plan.deferred - stay
+    return plan.deferred - stay - plan.rows_first
 
 
 def _class(stage: str) -> str:

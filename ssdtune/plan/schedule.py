@@ -64,6 +64,9 @@ class Kind(StrEnum):
     """SSD to chunk slot: one piece of a stage's optimizer states; weights that are in no slot go there too."""
     UPDATE = "update"
     """AdamW on one piece, its weights in their slot."""
+    UPDATE_ROWS = "update-rows"
+    """What a pending update will make of the rows of a chunk of the embedding that the step needs: read and computed for its
+    forward pass alone, before the update itself."""
     SAVE_STATES = "save-states"
     """The updated piece, weights and states, to SSD."""
 
@@ -86,10 +89,10 @@ class Operation(NamedTuple):
         index: Position in the schedule; operations wait only for lower ones.
         piece: Which of the stage's pieces an update works on (LOAD_STATES, UPDATE, SAVE_STATES).
         slot: Weight slot (LOAD, UPLOAD), gradient slot (backward and what follows), input slot
-            (SAVE_INPUT, LOAD_INPUT), chunk slot (LOAD_STATES, UPDATE, SAVE_STATES), or "" where none is used.
+            (SAVE_INPUT, LOAD_INPUT), chunk slot (LOAD_STATES, UPDATE, UPDATE_ROWS, SAVE_STATES), or "" where none is used.
         input_slot: Slot of the block's input or activations (FORWARD, BACKWARD) if they leave and come back.
         weight_slot: Where the weights of a piece lie; "" if its states stay in memory.
-        gradient_slot: Where the gradient of a piece lies; "" if it is read from SSD.
+        gradient_slot: Where the gradient of a piece, or of rows, lies; "" if it is read from SSD.
         with_weights: LOAD: also the trained parts, which are in the slot already after a pending update;
             LOAD_STATES: also the weights, which are in the slot already after a backward pass.
         speculative: LOAD_STATES, UPDATE, SAVE_STATES: before it is known whether gradients are clipped, as if they were

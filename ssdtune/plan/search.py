@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ssdtune.errors import CapacityError
+from ssdtune.plan.generate import EMBED, OUTER
 from ssdtune.plan.residency import (
     LEAST_CHUNK_BYTES,
     ComputeSize,
@@ -65,7 +66,12 @@ def choices(parts: Sequence[PartSize], limits: MemoryLimits) -> dict[str, list[A
     if limits.chunk_bytes is None:
         found["chunk_bytes"] = [size * MIB for size in (4, 8, 16, 32)]
     if not limits.clipping:
-        found["deferred_stages"] = [0, 2, *(2 + n for n in _shares(blocks, (0.1, 0.25, 0.5)) if n)]
+        # What comes before the blocks has its gradient last: first of all that is deferred, all chunks of the embedding.
+        before = {part.stage for part in parts if part.trained and _is_entry(part.stage)}
+        found["deferred_stages"] = [
+            0,
+            *(len(before) + n for n in _shares(blocks, (0, 0.1, 0.25, 0.5))),
+        ]
     return found
 
 
@@ -128,6 +134,10 @@ def search(
                     if seconds < best.step_s * (1 - LEAST_GAIN):
                         best = replace(best, plan=found, proportions=proportions, step_s=seconds)
     return replace(best, num_tried=len(times))
+
+
+def _is_entry(stage: str) -> bool:
+    return stage.partition(".")[0] in (OUTER, EMBED)
 
 
 def _shares(count: int, shares: Sequence[float]) -> list[int]:

@@ -9,16 +9,22 @@ advance.
 
 A speculative update is made before it is known whether it is the right one: it is written beside the live version, and
 becomes live, or is forgotten, once the whole step's are there (`keep_speculated`, `drop_speculated`).
+
+What a pending update will make of some rows of a matrix can be known before it is made (`updated_rows`): AdamW works on
+each element by itself, so the bits are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from ssdtune.errors import SsdtuneError
+from ssdtune.io.backend import ALIGNMENT
 from ssdtune.io.buffers import BufferPool
 from ssdtune.io.tickets import Tickets
 from ssdtune.model.layout import ModelLayout, Part
@@ -27,6 +33,7 @@ from ssdtune.optim.codes import num_scales
 from ssdtune.plan.residency import MemoryPlan
 from ssdtune.plan.states import CODE_BLOCK, chunk_numel, chunk_slot_bytes
 from ssdtune.swap.manager import SwapManager, as_bytes
+from ssdtune.swap.rows import RowBatch, RowSizes, row_batches
 from ssdtune.swap.states import GRADIENT, Precision, State
 
 _PER_ELEMENT = ("weights", "low", "exp_avg", "exp_avg_sq", "gradient")
@@ -139,6 +146,11 @@ class OutOfCoreAdam:
             ),
             default=0,
         )
+        if size:
+            late = (
+                part for part in swap.layout.trained_parts if part.stage in swap.plan.rows_first
+            )
+            size = max(size, *(self._row_sizes(part).least_bytes for part in late), 0)
         self._slots = {
             f"chunk.{i}": torch.frombuffer(
                 pool.take(size, "optimizer chunks").view, dtype=torch.uint8
@@ -224,6 +236,86 @@ class OutOfCoreAdam:
         self._compute(segments, states, piece, lr, scale)
         if not piece.streamed:
             self._swap.fresh.discard(part.name)
+
+    def updated_rows(
+        self,
+        stage: str,
+        rows: NDArray[Any],
+        slot: str,
+        has_gradient: Mapping[str, Sequence[bool]],
+        *,
+        gradient_slot: str,
+        lr: float,
+        scale: float,
+    ) -> Iterator[tuple[NDArray[Any], torch.Tensor]]:
+        """Yield rows of a stage that is one matrix as its pending update will leave them; nothing is written. Blocks.
+
+        Args:
+            rows: Their numbers in the stage, ascending [U].
+            slot: A chunk slot, for what is read and computed.
+            has_gradient, gradient_slot, lr, scale: As for `update`, which must not have begun.
+
+        Yields:
+            Numbers of some rows [N], and their weights [N, D] in the slot, valid until the next.
+
+        Raises:
+            StorageError: Reading failed.
+            SsdtuneError: A weight is no longer finite.
+        """
+        (part,) = self._swap.layout.stages[stage].parts
+        (spec,) = part.tensors
+        sizes, memory = self._row_sizes(part), self._slots[slot]
+        half = len(memory) // 2 // ALIGNMENT * ALIGNMENT
+        decay = self._settings.weight_decay if spec.decay else 0.0
+        segment = _Segment(0, spec.numel, self.steps[part.name][0] + 1, decay, spec.name)
+        for batch in row_batches(
+            rows, sizes.widest_bytes, most_rows=half // sizes.row_bytes, most_bytes=half
+        ):
+            states = self._read_rows(
+                part, sizes, batch, memory[:half], memory[half:], gradient_slot
+            )
+            if has_gradient[part.name][0]:
+                self._compute_rows(segment, states, batch, part, lr, scale)
+            yield batch.numbers, states["weights"]
+
+    def _read_rows(
+        self, part: Part, sizes: RowSizes, batch: RowBatch, memory: torch.Tensor, scratch: torch.Tensor,
+        gradient_slot: str,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Return the states of some rows by name, [N, numbers of a row] each."""
+        states, offset, count = dict[str, torch.Tensor](), 0, len(batch.numbers)
+        kinds = self._kinds(part).items()
+        # The widest numbers first, so that each is aligned to its size.
+        for name, state in sorted(kinds, key=lambda kind: -kind[1].itemsize):
+            end = offset + count * state.size(sizes.width)
+            states[name] = into = memory[offset:end].view(state.dtype).view(count, -1)
+            offset = end
+            if name == "gradient" and gradient_slot:
+                whole, _ = self._swap.gradient(part, gradient_slot)
+                wanted = torch.from_numpy(batch.numbers)
+                torch.index_select(part.view(whole, part.tensors[0]), 0, wanted, out=into)
+            elif name.startswith("exp_avg") and part.name in self._swap.fresh:
+                into.zero_()
+            else:
+                batch.read(self._swap.store, part.name, state, scratch, into)
+        return states
+
+    def _compute_rows(
+        self, segment: _Segment, states: dict[str, torch.Tensor], batch: RowBatch, part: Part,
+        lr: float, scale: float,
+    ) -> None:  # fmt: skip
+        width = self._row_sizes(part).width
+        # Where an element lies matters only for the random bits with which it is rounded.
+        rounded = self._swap.precision.is_rounded(part)
+        for run in batch.runs() if rounded else [slice(0, len(batch.numbers))]:
+            first = int(batch.numbers[run.start]) * width if rounded else 0
+            piece = PartPiece(part, first, first + (run.stop - run.start) * width, streamed=True)
+            given = {name: state[run].view(-1) for name, state in states.items()}
+            self._compute([segment], given, piece, lr, scale)
+
+    def _row_sizes(self, part: Part) -> RowSizes:
+        (spec,) = part.tensors
+        return RowSizes.of(spec.numel // spec.shape[0], self._kinds(part).values())
 
     def save(
         self, stage: str, number: int, slot: str, *, weight_slot: str, speculative: bool = False

@@ -5,7 +5,11 @@ Each end is one stage, or a stage for each chunk of its rows. Blocks are `ssdtun
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ssdtune.model.blocks import BlockModel
 from ssdtune.model.chunked_loss import ChunkedLoss, LogitsOf
@@ -16,7 +20,7 @@ from ssdtune.train.run_state import RunState
 
 
 class EndPasses:
-    """Runs the compute operations of embedding and head; each method one kind, for micro-batch `m`.
+    """Runs the compute operations of embedding and head, for micro-batch `m`.
 
     Args:
         shape: Says how embedding and head are divided, and whether they are one matrix.
@@ -50,6 +54,20 @@ class EndPasses:
         part, index = self._embedding_parts[stage]
         chunk = self._leaves.stored(state, stage)[part.tensors[index].name]
         state.token_rows[m].gather(chunk, self._rows[stage], self._leaves.dtype(chunk))
+
+    def rows_needed(self, state: RunState, stage: str) -> NDArray[Any]:
+        """Return the numbers of the rows of a chunk that the step needs, in order."""
+        rows = self._rows[stage]
+        tokens = [taker.needed(rows) for taker in state.token_rows.values()]
+        return np.unique(np.concatenate(tokens)) - rows.start
+
+    def take_rows(
+        self, state: RunState, stage: str, numbers: NDArray[Any], rows: torch.Tensor
+    ) -> None:
+        """Take some rows [N, D] of a chunk, in order, from host memory instead of from the whole chunk."""
+        tokens = numbers + self._rows[stage].start
+        for taker in state.token_rows.values():
+            taker.put(tokens, rows, self._leaves.dtype(rows))
 
     def enter(self, state: RunState, m: int) -> None:
         """Run what comes before the first block."""

@@ -304,6 +304,8 @@ class Engine:
                 )  # fmt: skip
             case Kind.UPDATE:
                 self._update(operation)
+            case Kind.UPDATE_ROWS:
+                self._update_rows(operation)
             case Kind.SAVE_STATES:
                 self.adam.save(
                     stage, operation.piece, slot, weight_slot=operation.weight_slot,
@@ -357,6 +359,17 @@ class Engine:
             if not operation.speculative:
                 raise
             self._state.wrong = self._state.wrong or error
+
+    def _update_rows(self, operation: Operation) -> None:
+        """Give the entry the rows that it needs as the pending update will leave them."""
+        state, update, stage = self._state, self._pending, operation.stage
+        assert update is not None
+        found = self.adam.updated_rows(
+            stage, self._end_passes.rows_needed(state, stage), operation.slot, update.present,
+            gradient_slot=operation.gradient_slot, lr=update.learning_rate, scale=update.scale,
+        )  # fmt: skip
+        for numbers, rows in found:
+            self._end_passes.take_rows(state, stage, numbers, rows)
 
     def _collect(self, stage: str, slot: str) -> None:
         state = self._state

@@ -351,9 +351,16 @@ def part_sizes(
             part.name, part.stage, part.weight_bytes, part.numel, part.trained,
             split=part.trained and precision.is_split(part), coded=precision.coded_moments,
             stored_as_is=not part.trained and as_is(part),
+            row_numel=_row_numel(part, layout),
         )
         for part in layout.parts
     ]  # fmt: skip
+
+
+def _row_numel(part: Part, layout: ModelLayout) -> int:
+    """Return the elements of a row of a chunk of the embedding; 0 of other parts."""
+    chunks, (spec, *_) = layout.embed_stages, part.tensors
+    return spec.numel // spec.shape[0] if len(chunks) > 1 and part.stage in chunks else 0
 
 
 def _stored_as_is(part: Part, *, built: BuiltModel, checkpoint: HfCheckpoint) -> bool:

@@ -47,6 +47,7 @@ def make_step_shape(
         partly=plan.partly,
         deferred=plan.deferred,
         speculative=plan.speculative,
+        rows_first=plan.rows_first,
         gradients_on_ssd=plan.gradients_on_ssd,
         input_bytes=compute.input_bytes,
         kept_bytes=compute.kept_bytes,

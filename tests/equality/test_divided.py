@@ -18,6 +18,8 @@ from ssdtune import export
 from ssdtune.config.load import load_config
 from ssdtune.model import layout
 from ssdtune.model.layout import ModelLayout
+from ssdtune.plan.residency import Proportions
+from ssdtune.swap.update import OutOfCoreAdam
 from ssdtune.train import prepare
 from tests.equality.harness import (
     STREAMING,
@@ -106,6 +108,61 @@ def test_how_bytes_move_changes_nothing(tmp_path: Path, case: str) -> None:
         if case == "fp16" and name != "some in memory":
             continue  # it is emulated, and slow
         assert_same_bits(run(name, **variant), wanted)
+
+
+ROWS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "deferred": (False, {}),
+    "tied": (True, {"max_grad_norm": 1e9}),
+    "speculative": (False, {"clipping": "speculative"}),
+    "tied, speculative": (True, {"clipping": "speculative", "max_grad_norm": 1e9}),
+    "not clipped": (True, {"max_grad_norm": 0}),
+    "rounded, moments of 8 bits": (False, {"optim": "adamw_8bit", "master_weights": False}),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_of_the_next_batch_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Where the embedding is updated after the entry of the next step: bits as if all of it were in memory.
+
+    Before an evaluation all of it is updated: no step begins with rows after that.
+    """
+    tied, settings = ROWS[case]
+    coded = "optim" in settings
+    wide = (
+        {"hidden_size": 256, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+        if coded
+        else {}
+    )
+    folder = _made(tmp_path, "llama", tied, **wide)
+    make_rows(folder / "eval.jsonl", 2, VOCABULARY)
+    settings = {
+        "dtype": "bf16", "max_grad_norm": 2.0, "max_steps": 4, "eval_steps": 3, "chunk_bytes": 1 << 20,
+        "eval_file": str(folder / "eval.jsonl"), "warmup_steps": 0,
+    } | settings  # fmt: skip
+    if (
+        case == "not clipped"
+    ):  # the planner defers some where drives have too much to do in backward
+        monkeypatch.setattr(
+            "ssdtune.train.prepare.usual_proportions", lambda config: Proportions(deferred_stages=9)
+        )
+    read: list[int] = []
+    original = OutOfCoreAdam.updated_rows
+
+    def updated_rows(adam: OutOfCoreAdam, stage: str, rows: Any, *args: Any, **more: Any) -> Any:
+        read.append(len(rows))
+        return original(adam, stage, rows, *args, **more)
+
+    monkeypatch.setattr(OutOfCoreAdam, "updated_rows", updated_rows)
+    found = stream(folder / "model", folder / "rows.jsonl", folder / "found", settings)
+    chunks = len(_layout(folder, {}).embed_stages)
+    assert len(read) == 2 * chunks  # not in the first step, nor in that after the evaluation
+    assert 0 < sum(read) < VOCABULARY
+    more = {"host_cache": "1GiB"}
+    wanted = stream(folder / "model", folder / "rows.jsonl", folder / "wanted", settings | more)
+    assert len(read) == 2 * chunks
+    assert_same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("tied", [False, True])

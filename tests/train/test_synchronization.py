@@ -26,6 +26,7 @@ from ssdtune.plan.schedule import Lane, Schedule
 from ssdtune.swap.activations import Leaving
 from ssdtune.swap.inputs import InputSlots
 from ssdtune.swap.manager import SwapManager
+from ssdtune.swap.rows import RowBatch
 from ssdtune.swap.update import OutOfCoreAdam
 from ssdtune.train.engine import Engine
 from ssdtune.train.prepare import usual_proportions
@@ -83,6 +84,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "divided": ("divided", {"host_cache": 1}),
     "divided, overlapped": ("divided", {"max_grad_norm": 0.0}),
+    "divided, speculative": (
+        "divided",
+        {"clipping": "speculative", "max_grad_norm": 1e9, "host_cache": 1},
+    ),
     "divided, in memory": ("divided", {"host_cache": "1GiB", "save_steps": 0}),
     "divided, lora": ("divided", {"method": "lora"}),
     "divided, tied": ("divided, tied", {}),
@@ -316,6 +321,11 @@ WAITS: dict[str, tuple[type, str, str, str]] = {
         "tickets.add(store.read(piece.part.name, name, as_bytes(view), offset=offset))",
         "store.read(piece.part.name, name, as_bytes(view), offset=offset)",
     ),
+    "rows are read": (
+        RowBatch, "read",
+        "tickets.add(store.read(unit, state.name, view, offset=offset))",
+        "store.read(unit, state.name, view, offset=offset)",
+    ),
     "states are written": (
         OutOfCoreAdam, "save",
         "tickets.add(\n                store.write(", "id(\n                store.write(",
@@ -346,6 +356,8 @@ def test_a_wait_left_out_in_the_code_is_noticed(
                 case, order = f"{wait.partition(' ')[0]} in host memory", "h2d first"
             elif wait.startswith("activations"):
                 case, order = "activations swapped", "ssd-write first"
+            if wait.startswith("rows"):
+                case = "divided"
             _assert_late_is_soon_enough(models, wanted, tmp_path / "out", case, order)
     assert not isinstance(noticed.value, (NameError, TypeError, AttributeError, SyntaxError))
 
